@@ -14,7 +14,7 @@
 // warp takes all inputs of its own. Tables of two codebooks are in shared memory at once, so a
 // thread block waits for all its warps only where a third one begins.
 //
-// Macros: those of small_m_products.cuh, without SCALES_WEIGHTS.
+// Macros: those of small_m_products.cuh; M_TILES is 1 and SCALES_WEIGHTS 0.
 #define ABSOLUTE_TABLE (BITS > 2 && BITS != 5)
 #include "common/small_m_products.cuh"
 #include "common/swiglu.cuh"
@@ -47,7 +47,7 @@ struct Params {
 
 #include "common/expert_units.cuh"
 
-static_assert(!SCALES_WEIGHTS);
+static_assert(M_TILES == 1 && !SCALES_WEIGHTS);
 
 // Bytes between the two tables. Entries of 3 or more bits, except 5, fill half of their 256 bytes;
 // the other halves are the second table. These tables begin at TABLE_ADDRESS in shared memory, so
@@ -275,39 +275,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   Activations x;
-  uint32 x_rows[M_TILES];  // indices into x; calls with many pairs run in parts
-  bool live[M_TILES];
-  auto choose_rows = [&](int unit) {
+  uint32 x_row;  // index into x; calls with many pairs run in parts
+  bool is_live;
+  auto choose_row = [&](int unit) {
     const int* const pairs = list.pair + list.tile_of(p, unit) * ROW_SLOTS;
-#pragma unroll
-    for (int tile = 0; tile < M_TILES; tile++) {
-      const int pair = pairs[SPREAD ? g / 2 : g + 8 * tile];
-      // With X_AHEAD registers are not cleared: missing rows read the first one.
-      live[tile] = X_AHEAD || (pair >= 0 && !(SPREAD && g % 2));
-      const int row = (pair < 0 ? pairs[0] : pair) / p.sharing;
-      x_rows[tile] = static_cast<uint32>(row) * p.padded_k + 8 * t + share.part * STAGE_K;
-    }
+    const int pair = pairs[SPREAD ? g / 2 : g];
+    is_live = pair >= 0 && !(SPREAD && g % 2);
+    const int row = (pair < 0 ? pairs[0] : pair) / p.sharing;
+    x_row = static_cast<uint32>(row) * p.padded_k + 8 * t + share.part * STAGE_K;
   };
-  auto load_x = [&](Activations& x, int block, uint32 column) {
+  auto load_x = [&](int block, uint32 column) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int tile = 0; tile < M_TILES; tile++)
-        if (live[tile])
-          x.v[block][half][tile] = *reinterpret_cast<const uint4*>(
-              p.x + (x_rows[tile] + column + BLOCK_K * block + 32 * half));
+      if (is_live)
+        x.v[block][half][0] =
+            *reinterpret_cast<const uint4*>(p.x + (x_row + column + BLOCK_K * block + 32 * half));
   };
   auto load_first_x = [&] {
 #pragma unroll
-    for (int block = 0; block < K_BLOCKS; block++) load_x(x, block, 0);
+    for (int block = 0; block < K_BLOCKS; block++) load_x(block, 0);
   };
 #pragma unroll
-  for (int tile = 0; tile < M_TILES; tile++)
-#pragma unroll
-    for (int block = 0; block < K_BLOCKS; block++)
-      x.v[block][0][tile] = x.v[block][1][tile] = make_uint4(0, 0, 0, 0);
+  for (int block = 0; block < K_BLOCKS; block++)
+    x.v[block][0][0] = x.v[block][1][0] = make_uint4(0, 0, 0, 0);
   if (unit < own.last) {
-    choose_rows(unit);
+    choose_row(unit);
     if (!p.is_early) load_first_x();
   }
   weights.start_others(has_started);
@@ -342,21 +334,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         constants.values[0] = is_second ? values[1][0] : values[0][0];
         constants.values[1] = is_second ? values[1][1] : values[0][1];
       }
-      float sum[FRAGMENTS * TILE_BLOCKS][M_TILES][VALUES] = {};
-      float x_sum[TILE_BLOCKS][M_TILES][VALUES] = {};  // of odd fragments, if KEEPS_X_SUM
+      float sum[FRAGMENTS * TILE_BLOCKS][1][VALUES] = {};
+      float x_sum[TILE_BLOCKS][1][VALUES] = {};  // of odd fragments, if KEEPS_X_SUM
       const int stages = share.stages_of(p, expert);
       const bool has_next = unit + share.groups < list.range.last;
       uint32 column = 0;  // relative to the warp's first
       if (stages == 0 && has_next) {
-        choose_rows(unit + share.groups);
+        choose_row(unit + share.groups);
         load_first_x();
       }
       for (int i = 0; i < stages; i++) {
         const bool is_last = i + 1 == stages;
         column = is_last ? 0 : column + p.split * STAGE_K;
-        if (is_last && has_next) choose_rows(unit + share.groups);
-        Activations next;
-        if (X_AHEAD) load_x(next, 0, column);
+        if (is_last && has_next) choose_row(unit + share.groups);
         RowSums rows;
         if (NEEDS_SUM) rows.compute(x, constants.base);
         weights.pipeline.wait();
@@ -368,32 +358,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 weights.pipeline.current() + (n_block * K_BLOCKS + k_block) * BLOCK_BYTES;
 #include "common/small_m_block.cuh"
           }
-          if (!X_AHEAD) load_x(x, k_block, column);  // x of the next stage
+          load_x(k_block, column);  // x of the next stage
         }
         // The products above have consumed all loads of this stage: the compiler must not move its
         // release before them.
 #pragma unroll
         for (int f = 0; f < FRAGMENTS * TILE_BLOCKS; f++)
           asm volatile("" : "+f"(sum[f][0][0]), "+f"(sum[f][0][COLUMNS])::"memory");
-        if (X_AHEAD) x = next;
         weights.next();
       }
       join_x_sums(sum, x_sum, constants);
 
       float* const buffer = memory.sums + turn * (WARPS * SUM_STRIDE) * p.rows;
 #pragma unroll
-      for (int c = 0; c < M_TILES; c++)
+      for (int e = 0; e < COLUMNS; e++) {
+        const int row = COLUMNS * t + e;  // of the tile
+        if (row < p.rows)
 #pragma unroll
-        for (int e = 0; e < COLUMNS; e++) {
-          const int row = c * 8 + COLUMNS * t + e;  // of the tile
-          if (row < p.rows)
-#pragma unroll
-            for (int f = 0; f < FRAGMENTS * TILE_BLOCKS; f++) {
-              float* const own = buffer + (warp * p.rows + row) * SUM_STRIDE + f * 16 + g;
-              own[0] = sum[f][c][e];
-              own[8] = sum[f][c][COLUMNS + e];
-            }
-        }
+          for (int f = 0; f < FRAGMENTS * TILE_BLOCKS; f++) {
+            float* const own = buffer + (warp * p.rows + row) * SUM_STRIDE + f * 16 + g;
+            own[0] = sum[f][0][e];
+            own[8] = sum[f][0][COLUMNS + e];
+          }
+      }
       sync_group(p, share);
       store_unit(p, share, list, unit, tile, buffer + (warp - share.part) * p.rows * SUM_STRIDE,
                  lane);

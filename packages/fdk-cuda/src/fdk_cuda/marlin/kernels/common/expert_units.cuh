@@ -12,8 +12,8 @@
 #pragma once
 #include "common/small_m_products.cuh"
 
-constexpr int ROW_SLOTS = SPREAD ? 4 : 8 * M_TILES;  // rows of a tile at most
-constexpr int MAX_TILES = 64;                        // of a thread block
+constexpr int ROW_SLOTS = SPREAD ? 4 : 8;  // rows of a tile at most
+constexpr int MAX_TILES = 64;              // of a thread block
 
 // Reads what another kernel may just have written, not from the L1.
 template <class T>

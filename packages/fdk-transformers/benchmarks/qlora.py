@@ -44,6 +44,7 @@ class Run:
         batch, sequence: sequences of a step and their tokens.
         steps: steps timed in a turn.
         rounds: turns of each contender.
+        compile: whether torch.compile compiles the decoder layers.
     """
 
     size: str
@@ -53,6 +54,7 @@ class Run:
     sequence: int
     steps: int
     rounds: int
+    compile: bool
 
 
 def model_of(contender: str, run: Run) -> Any:
@@ -71,7 +73,11 @@ def model_of(contender: str, run: Run) -> Any:
     if not base.is_gradient_checkpointing:
         raise RuntimeError(f"{contender}: PEFT left gradient checkpointing off")
     settings = LoraConfig(r=run.rank, lora_alpha=2 * run.rank, target_modules="all-linear")
-    return get_peft_model(base, settings).train()
+    model = get_peft_model(base, settings).train()
+    if run.compile:
+        for layer in base.model.layers:
+            layer.compile()
+    return model
 
 
 def step_seconds(model: Any, ids: Tensor, steps: int) -> list[float]:
@@ -159,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
     parser.add_argument("--out", type=Path, help="append the rows to a file")
     asked = vars(parser.parse_args(arguments))
     out, contenders = asked.pop("out"), asked.pop("contenders")

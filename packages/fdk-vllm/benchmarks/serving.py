@@ -10,6 +10,9 @@ Contenders: `bf16`; `fdk:FORMAT`, or `fdk:FORMAT+FORMAT` with a format for the h
 names the kernel that ran: vLLM may choose another than was asked for. One that fails gives a row
 with its error. Shapes are llamas, and a mixture of experts, whose router and head stay in 16 bits.
 
+With `--profile` a row has the time of the kernels of a step with one sequence, microseconds, of
+ops on a CPU.
+
 Decoding: (time of 272 tokens - time of 16) / 256, the best of two, for each number of sequences.
 Prefill: 16 prompts of 2048 tokens. Weights are random: their values do not change the time.
 
@@ -27,6 +30,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +62,7 @@ QUICK_CONTENDERS = ("bf16", "fdk:kmeans4-g64", "fdk:int4-g64+int8-g64")
 OVER_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel,AllSparkLinearKernel"
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TIMEOUT = 900
+PROFILED = 16  # kernels of a row
 TOKENS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s")
 COLUMNS = ("shape", *TOKENS, "ms_step_1", "start_s", "kernel", "experts")
 
@@ -178,8 +184,21 @@ def kernel_of(method: Any) -> str:
     return type(method if kernel is None else kernel).__name__
 
 
-def measure(contender: str, shape: str, load: Load, tensor_parallel: int) -> dict[str, Any]:
+def kernel_times(work: Callable[[], Any]) -> Counter[str]:
+    """Returns the microseconds of each kernel that work in this process starts; of ops on a CPU."""
+    import torch
+
+    kind = torch.profiler.ProfilerActivity
+    on_gpu = torch.cuda.is_available()
+    with torch.profiler.profile(activities=[kind.CUDA if on_gpu else kind.CPU]) as profile:
+        work()
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return Counter({event.key: getattr(event, name) for event in profile.key_averages()})
+
+
+def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Starts vLLM and times it; returns a row."""
+    contender, shape, tensor_parallel = arguments.one, arguments.shape, arguments.tp
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if tensor_parallel == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -248,6 +267,14 @@ def measure(contender: str, shape: str, load: Load, tensor_parallel: int) -> dic
     run(batch, 1, length)
     seconds = min(run(batch, 1, length) for _ in range(load.repeats))
     row["prefill_tok_s"] = round(batch * length / seconds)
+    if arguments.profile:
+        spent = kernel_times(lambda: run(1, load.long, load.prompt))
+        spent.subtract(kernel_times(lambda: run(1, load.short, load.prompt)))
+        steps = load.long - load.short
+        row["kernels_us_step_1"] = {
+            name[:80]: round(us / steps, 1) for name, us in spent.most_common(PROFILED)
+        }
+        row["busy_us_step_1"] = round(spent.total() / steps, 1)
     return row
 
 
@@ -255,6 +282,7 @@ def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict
     """Measures a contender in a process of its own, which leaves no memory behind."""
     command = [sys.executable, __file__, "--one", contender, "--shape", shape]
     command += ["--tp", str(arguments.tp), *(["--quick"] if arguments.quick else [])]
+    command += ["--profile"] if arguments.profile else []
     failed = {"contender": contender, "shape": shape, "tp": arguments.tp}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -288,6 +316,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--out", type=Path, help="file that rows are added to")
     parser.add_argument("--quick", action="store_true", help="tiny models, a few tokens")
+    parser.add_argument("--profile", action="store_true", help="add the kernels of a step, --tp 1")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -299,7 +328,7 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if arguments.one:
         try:
-            print(f"ROW {json.dumps(measure(arguments.one, arguments.shape, load, arguments.tp))}")
+            print(f"ROW {json.dumps(measure(arguments, load))}")
         except Exception:
             traceback.print_exc()
             os._exit(1)

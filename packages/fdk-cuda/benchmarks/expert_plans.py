@@ -1,7 +1,7 @@
 """Time every plan of small_m_experts.cu against the one that the cost model chooses.
 
     python packages/fdk-cuda/benchmarks/expert_plans.py --models qwen3-30b-a3b --tokens 1,4,16,64
-    python packages/fdk-cuda/benchmarks/expert_plans.py --rows 8,16 --bits 4 --first 12
+    python packages/fdk-cuda/benchmarks/expert_plans.py --rows 1,8 --bits 4 --first 12
 
 One product of a layer, gate and up or down, without the sum over experts. Microseconds per call,
 cold L2, other random experts in each call; median of graph replays in turns. Each plan's answer is
@@ -20,10 +20,12 @@ from torch import Tensor
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.expert_ops import ExpertStack, few_rows
 from fdk_cuda.marlin.heuristics_experts import (
+    TILE_ROWS,
     ExpertPlan,
     expected_tiles,
     expert_cost,
     expert_plans,
+    most_pairs,
     plan_experts,
     tile_rows,
 )
@@ -95,6 +97,8 @@ def main() -> None:
     parser.add_argument("--rows", type=integers, default="0", help="of a tile; 0: as chosen")
     parser.add_argument("--first", type=int, default=10, help="plans of each case")
     args = parser.parse_args()
+    if not set(args.rows) <= {0, 1, TILE_ROWS}:
+        parser.error(f"--rows: wanted 0, 1 or {TILE_ROWS}, got {args.rows}")
     if not has_gpu():
         return
 
@@ -111,7 +115,7 @@ def main() -> None:
                 w = ExpertStack(layout.packed, layout.codebook, str(format), n, k)
                 for tokens, given in itertools.product(args.tokens, args.rows):
                     chosen = given or tile_rows(tokens, model.top_k, model.experts)
-                    if chosen is not None:
+                    if chosen and tokens * model.top_k <= most_pairs(model.experts):
                         yield from time_product(model, part, w, tokens, chosen, args.first)
 
     with torch.no_grad():

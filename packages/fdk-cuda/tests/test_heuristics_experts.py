@@ -82,7 +82,7 @@ def test_expected_tiles():
 
 def test_pairs_that_a_thread_block_sorts():
     assert most_pairs(8) > 8000
-    # Few rows need no parts.
+    # Few rows need no parts, but for means above 7 of the most experts.
     for experts in (128, 256, 384, MAX_EXPERTS):
         assert most_pairs(experts) > 7 * experts
 

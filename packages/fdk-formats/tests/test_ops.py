@@ -88,6 +88,15 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(quadratic, inputs)
 
 
+def test_batch_of_gradients() -> None:
+    x = X[0].clone().requires_grad_()
+    y = call(x)
+    assert type(y.grad_fn).__name__ == "plain_linearBackward"
+    (dx,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert torch.equal(dx, WEIGHT)
+    assert torch.equal(torch.autograd.functional.jacobian(call, x, vectorize=True), WEIGHT)
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (3,), (2, 3, 3), (0, 3), (2, 0, 3)])
 @pytest.mark.parametrize("n", [0, 2])
 def test_results_are_not_views(shape: tuple[int, ...], n: int) -> None:

@@ -65,7 +65,7 @@ def model_of(contender: str, run: Run) -> Any:
     if contender in DTYPES or contender == BITSANDBYTES:
         case = ModelCase(**asdict(case) | {"backend": "torch"})
     base = build_llama(case, [1]).model
-    # What a loaded model says of itself. PEFT turns checkpointing on for no other model.
+    # PEFT turns checkpointing on only for models that say this of themselves, as loaded ones do.
     base.is_loaded_in_4bit = True
     base = prepare_model_for_kbit_training(
         base, gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -255,7 +255,7 @@ def define_linear_op(
         grad_op = grad_x.grad_op
     else:
         grad_op = _define_grad_op(library, name, layout, op, grad_x, dispatch_keys)
-    recorded = _recorded_function(run, backward, setup_context)
+    recorded = _recorded_function(name, run, backward, setup_context)
     return LinearOp(op, grad_op, layout_args, run, recorded, _devices(dispatch_keys))
 
 
@@ -311,9 +311,12 @@ def _devices(dispatch_keys: Sequence[str]) -> frozenset[str]:
 
 
 def _recorded_function(
-    run: Kernel, backward: Callable[..., Any], setup_context: Callable[..., None]
+    name: str, run: Kernel, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> type[torch.autograd.Function]:
-    """Makes the autograd.Function of direct calls, which runs the kernel itself."""
+    """Makes the autograd.Function of direct calls, which runs the kernel itself.
+
+    Its name, as in ``lut_linearBackward``, is what ``grad_fn`` shows.
+    """
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         y = run(*args)
@@ -321,7 +324,7 @@ def _recorded_function(
         return y
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Recorded", (torch.autograd.Function,), members)
+    return type(name, (torch.autograd.Function,), members)
 
 
 def _function(

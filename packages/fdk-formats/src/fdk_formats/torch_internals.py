@@ -185,7 +185,7 @@ def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
 
     False under autograd in reverse mode, and where ``is_direct_call`` is.
 
-    It takes 0.7 us, 0.9 us with a bias (Python 3.11); torch's dispatcher takes 20 us.
+    It takes 0.7 us, 0.9 us with a bias (Zen 4, Python 3.11); torch's dispatcher takes 20 us.
 
     Args:
         x: activations.
@@ -200,6 +200,10 @@ def is_direct_call(x: Tensor, bias: Tensor | None) -> bool:
     False under autograd in forward mode, torch.compile and other tracers, function and dispatch
     modes, transforms of torch.func, and profilers. False for tensor subclasses (but a bias may be a
     Parameter), negative views, and tensors without memory.
+
+    Args:
+        x: activations.
+        bias: bias of the layer, or None.
     """
     # First, because torch.compile traces no further.
     if torch.compiler.is_compiling():
@@ -227,5 +231,9 @@ def is_recorded(x: Tensor, bias: Tensor | None) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Returns whether the memory of a tensor has its values."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # sparse, or a batch of gradients (``is_grads_batched``)
+        return False
     # An address of 0: empty, or zeros for which torch has no memory.
-    return not tensor.is_neg() and tensor.data_ptr() != 0
+    return address != 0 and not tensor.is_neg()

@@ -166,8 +166,8 @@ def marlin_expert_mlp(
         return x.new_zeros(tokens, n)
     first = ExpertStack(packed, codebook, format, 2 * inner, x.shape[1])
     second = ExpertStack(down_packed, down_codebook, down_format, n, inner)
-    configs = [config_for(w, tokens, top_k, x) for w in (first, second)]
     stacks = first, second
+    configs = [config_for(w, tokens, top_k, x) for w in stacks]
     at_once = min(_most_tokens(*pair, top_k, x) for pair in zip(configs, stacks, strict=True))
     if tokens > at_once:
         gate_up = packed, codebook, format, bias
@@ -188,7 +188,7 @@ def marlin_expert_mlp(
         # The second product has no use for rows of no expert: nothing adds them.
         routing = route(expert_ids, first.experts, configs[0], zeros=False)
         y = _product(x, first, routing, configs[0], bias=bias, swiglu=True, sorted_y=both_many)
-        if _tiles_of(configs[0]) != _tiles_of(configs[1]):
+        if configs[0].rows != configs[1].rows:
             routing = route(expert_ids, first.experts, configs[1], zeros=False)
         return _summed(
             *(y, second, routing, configs[1], down_bias, routing_weights),
@@ -199,10 +199,6 @@ def marlin_expert_mlp(
 
 def _fake_expert_mlp(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty((x.shape[0], args[-1]))
-
-
-def _tiles_of(config: ExpertConfig) -> tuple[int, bool]:
-    return config.rows, config.is_sorted
 
 
 def _summed(

@@ -14,9 +14,9 @@ from fdk_cuda.marlin.layout import BLOCK_K, Geometry
 
 # Rows of a tile, and the mean rows of an expert up to which this kernel runs. Tokens spread
 # unevenly: tiles have more rows than the mean, so that most experts need one, which reads their
-# weights once. Above, hopper_gemm.cu runs (H200, 4 bits, MLP in microseconds with this kernel, with
-# tiles of 16 rows, and with hopper_gemm.cu: mean 4, Mixtral 220, 285, 264, Qwen3-30B-A3B 117, 141,
-# 155; mean 6, DeepSeek-V2-Lite 126, 130, 145; mean 16, Mixtral 559, 462, 278).
+# weights once. Above, hopper_gemm.cu runs (H200, 4 bits, MLP in microseconds with this kernel and
+# with that: mean 4, Mixtral 209, 260, Qwen3-30B-A3B 107, 154; mean 6, DeepSeek-V2-Lite 114, 145;
+# mean 16, Mixtral 515, 270; nothing between was timed).
 TILE_ROWS = 8
 MAX_MEAN_ROWS = 8
 # Pairs are not sorted with one token, or where at most one in this many experts is hit: few share

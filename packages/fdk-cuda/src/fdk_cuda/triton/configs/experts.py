@@ -31,8 +31,10 @@ class ExpertConfig:
     Attributes:
         kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``; in the Marlin
             layout the plan of ``hopper_gemm.cu`` or of ``small_m_experts.cu``.
-        rows: pairs of a tile at most: 8 or 16, or the rows of a tile of the GEMM.
-        is_sorted: whether pairs are sorted by expert; otherwise each is a tile.
+        rows: pairs of a tile at most: 8 or 16, 1 or 8 in ``small_m_experts.cu``, or the rows of a
+            tile of the GEMM.
+        is_sorted: whether ``route`` sorts pairs by expert. Otherwise each is a tile, but for
+            ``small_m_experts.cu``, which sorts by itself.
     """
 
     kernel: GemvConfig | GemmConfig | GroupedPlan | ExpertPlan

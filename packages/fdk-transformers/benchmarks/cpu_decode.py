@@ -4,9 +4,10 @@
         --llama-bench build/bin/llama-bench --gguf SmolLM2-135M-Instruct.Q4_1.gguf
     ... --batch 4 --activations int8
 
-MODEL is a folder of a llama-kind model of transformers. Every round runs each engine once, so that
-a busy machine slows all of them; a line has the median and the best round. `floor` is the rate at
-which the step's weights can be read from memory, from `fdk_cpu.read_sum` in the same rounds.
+MODEL is a folder of a llama-kind model of transformers; `--quick` takes a tiny random one. Every
+round runs each engine once, so that a busy machine slows all of them; a line has the median and the
+best round. `floor` is the rate at which the step's weights can be read from memory, from
+`fdk_cpu.read_sum` in the same rounds.
 llama.cpp rounds activations to 8 bits; the step does so with `--activations int8` only.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from write_llama import make_llama
 
 import fdk_cpu
+from fdk_bench.random_llama import SIZES
 from fdk_formats import QuantisedLinear, quantise_model
 from fdk_transformers.cpu_step import CpuStep
 
@@ -31,9 +35,9 @@ READ_BYTES = 192 << 20
 
 
 def main() -> None:
-    """Runs the rounds and prints a line for each engine."""
+    """Reads the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--format", nargs="+", default=["int4-g32"])
     parser.add_argument("--head", help="format of lm_head, and of an embedding tied to it")
     parser.add_argument("--activations", choices=("float", "int8"), default="float")
@@ -44,9 +48,23 @@ def main() -> None:
     parser.add_argument("--generate", action="store_true", help="time model.generate too")
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="*", default=[])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.quick:
+        options.rounds = 1
+        with tempfile.TemporaryDirectory() as folder:
+            options.model = Path(folder)
+            make_llama(SIZES["tiny"]).save_pretrained(folder)
+            measure(options)
+    elif options.model is None:
+        parser.error("wanted MODEL, or --quick")
+    else:
+        measure(options)
 
+
+def measure(options: argparse.Namespace) -> None:
+    """Runs the rounds and prints a line for each engine."""
     engines: dict[str, Callable[[], float]] = {}
     weights: dict[str, int] = {}
     for format in options.format:

@@ -1,12 +1,13 @@
 """Times QLoRA steps of a llama of random weights: fdk beside bitsandbytes and 16 bits.
 
     python packages/fdk-transformers/benchmarks/qlora.py --out out/qlora.jsonl
-    python packages/fdk-transformers/benchmarks/qlora.py kmeans4-g64 bf16 --size tiny --device cpu
+    python packages/fdk-transformers/benchmarks/qlora.py kmeans4-g64 bf16 --quick
 
 A step is forward, backward and AdamW of LoRA adapters on all linear layers (rank 16, bf16), with
 gradient checkpointing, for one sequence of 2048 tokens. Contenders take turns; each is built anew
 for its turn, so that its peak memory is its own. Weights are random: their values do not change
-the time. Needs fdk-bench, peft and, for its contender, bitsandbytes.
+the time. `--quick` takes a tiny llama and 64 tokens. Needs fdk-bench, peft and, for its contender,
+bitsandbytes.
 """
 
 import argparse
@@ -166,9 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
+    parser.add_argument("--quick", action="store_true", help="a tiny llama, one step")
     parser.add_argument("--out", type=Path, help="append the rows to a file")
     asked = vars(parser.parse_args(arguments))
     out, contenders = asked.pop("out"), asked.pop("contenders")
+    if asked.pop("quick"):
+        asked |= {"size": "tiny", "sequence": 64, "steps": 1, "rounds": 1}
     for row in measure(contenders, Run(**asked)):
         line = json.dumps(row)
         print(line)

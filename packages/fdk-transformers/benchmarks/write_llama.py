@@ -3,10 +3,11 @@
     python packages/fdk-transformers/benchmarks/write_llama.py 1b FOLDER
 
 The file is FOLDER/SIZE.Q4_1.gguf. Its linear layers are Q4_1 and its embedding, the output head
-too, is Q8_0, as in llama.cpp's own files of that type.
+too, is Q8_0, as in llama.cpp's own files of that type. `--quick` writes a tiny model and deletes it.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import torch
@@ -31,15 +32,26 @@ NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 
 
 def main() -> None:
-    """Writes both."""
+    """Reads the command line and writes both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("size", nargs="?", choices=SIZES)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, in a temporary folder")
     options = parser.parse_args()
-    size = SIZES[options.size]
-    model = make_llama(size)
-    model.save_pretrained(options.folder)
-    write_gguf(model, size, options.folder / f"{options.size}.Q4_1.gguf")
+    if options.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            write("tiny", Path(folder))
+    elif options.folder is None:
+        parser.error("wanted SIZE and FOLDER, or --quick")
+    else:
+        write(options.size, options.folder)
+
+
+def write(name: str, folder: Path) -> None:
+    """Writes the folder of a size, and the GGUF file into it."""
+    model = make_llama(SIZES[name])
+    model.save_pretrained(folder)
+    write_gguf(model, SIZES[name], folder / f"{name}.Q4_1.gguf")
 
 
 def make_llama(size: LlamaSize) -> LlamaForCausalLM:

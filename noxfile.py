@@ -206,7 +206,7 @@ def bench(session: nox.Session) -> None:
     """Run `fdk-bench kernels` and every benchmark script briefly; slow is no failure."""
     # Half a minute on two cores: the widths that decode differently, one row of x and a few.
     short = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
-    run(session, "fdk-bench", "kernels", *short, "--out", str(RESULTS))
+    run(session, "fdk-bench", "kernels", *short, "--out", str(RESULTS), "--overwrite")
     for script in sorted(Path("packages").glob("*/benchmarks/[!_]*.py")):
         quick = ["--quick"] if "--quick" in script.read_text() else []
         run(session, "python", str(script), *quick, *session.posargs)

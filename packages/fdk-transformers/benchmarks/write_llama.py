@@ -3,7 +3,7 @@
     python packages/fdk-transformers/benchmarks/write_llama.py 1b FOLDER
 
 The file is FOLDER/SIZE.Q4_1.gguf. Its linear layers are Q4_1 and its embedding, the output head
-too, is Q8_0, as in llama.cpp's own files of that type. `--quick` writes a tiny model and deletes it.
+too, is Q8_0, as in llama.cpp's own files of that type. `--quick` writes a tiny one, and deletes it.
 """
 
 import argparse

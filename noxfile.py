@@ -26,6 +26,7 @@ nox.options.sessions = [
     "fuzz-readers",
     "test-cuda",
     "test-bench",
+    "bench",
     "test-transformers",
     "test-vllm",
     "wheels",

@@ -139,7 +139,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What variants are measured on.
+    """The model and the texts that variants are compared on.
 
     Attributes:
         model: the model as loaded.

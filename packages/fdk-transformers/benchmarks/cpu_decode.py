@@ -8,7 +8,8 @@ MODEL is a folder of a llama-kind model of transformers; `--quick` takes a tiny 
 round runs each engine once, so that a busy machine slows all of them; a line has the median and the
 best round. `floor` is the rate at which the step's weights can be read from memory, from
 `fdk_cpu.read_sum` in the same rounds.
-llama.cpp rounds activations to 8 bits; the step does so with `--activations int8` only.
+llama.cpp rounds activations to 8 bits; the step does so with `--activations int8` only. Needs
+fdk-bench and gguf.
 """
 
 import argparse

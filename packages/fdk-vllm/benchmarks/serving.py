@@ -319,6 +319,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="add the kernels of a step, --tp 1")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.profile and arguments.tp > 1:
+        parser.error(f"--profile sees kernels of one GPU: wanted --tp 1, got {arguments.tp}")
     if importlib.util.find_spec("vllm") is None:
         print("serving: vLLM is not installed here: nothing was measured")
         return

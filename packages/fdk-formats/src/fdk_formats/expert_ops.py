@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_formats.ops import Kernel, Op, define_op, no_autocast, save_arguments, saved_arguments
+from fdk_formats.ops import (
+    Kernel,
+    Op,
+    define_op,
+    devices_of,
+    no_autocast,
+    save_arguments,
+    saved_arguments,
+)
 from fdk_formats.torch_internals import is_plain_call
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -176,7 +184,7 @@ def define_expert_op(
         setup_context=setup_grad,
         dispatch_keys=dispatch_keys,
     )
-    return ExpertOp(op, grad_op, run, frozenset(key.lower() for key in dispatch_keys))
+    return ExpertOp(op, grad_op, run, devices_of(dispatch_keys))
 
 
 def _result_shape(expert_ids: Tensor, routing_weights: Tensor | None, n: int) -> tuple[int, ...]:

@@ -261,7 +261,7 @@ def define_linear_op(
     else:
         grad_op = _define_grad_op(library, name, layout, op, grad_x, dispatch_keys)
     recorded = _recorded_function(name, run, backward, setup_context)
-    return LinearOp(op, grad_op, layout_args, run, recorded, _devices(dispatch_keys))
+    return LinearOp(op, grad_op, layout_args, run, recorded, devices_of(dispatch_keys))
 
 
 def _define_grad_op(
@@ -307,10 +307,10 @@ def _define_grad_op(
         batches_rows=True,
         dispatch_keys=dispatch_keys,
     )
-    return GradOp(grad_op, run, _devices(dispatch_keys))
+    return GradOp(grad_op, run, devices_of(dispatch_keys))
 
 
-def _devices(dispatch_keys: Sequence[str]) -> frozenset[str]:
+def devices_of(dispatch_keys: Sequence[str]) -> frozenset[str]:
     """Returns the device types of dispatch keys."""
     return frozenset(key.lower() for key in dispatch_keys)
 

@@ -18,9 +18,6 @@ from torch.library import Library
 from fdk_formats.torch_internals import in_transform, is_direct_call, is_plain_call, is_recorded
 
 Kernel = Callable[..., Tensor]
-# Devices on which calls that autograd records skip the dispatcher. GPUs are to follow once their
-# tests have run that way.
-RECORDED_DEVICES = frozenset({"cpu"})
 # Used for device types without autocast, and where autocast is off already.
 _UNCHANGED = nullcontext()
 
@@ -88,13 +85,12 @@ class LinearOp(Op):
         Raises:
             NotImplementedError: in forward mode, for x or a bias with a tangent.
         """
-        bias, device = args[-3], x.device.type
-        if is_direct_call(x, bias) and device in self._devices:
+        bias = args[-3]
+        if is_direct_call(x, bias) and x.device.type in self._devices:
             if not is_recorded(x, bias):
                 return self._run(x, *args)
-            if device in RECORDED_DEVICES:
-                recorded: Tensor = self._recorded.apply(x, *args)
-                return recorded
+            recorded: Tensor = self._recorded.apply(x, *args)
+            return recorded
         y: Tensor = super().__call__(x, *args)
         return y
 
@@ -107,7 +103,7 @@ class GradOp(Op):
 
     def __init__(self, op: Op, run: Kernel, devices: frozenset[str]) -> None:
         super().__init__(op.op, op.function)
-        self._run, self._devices = run, devices & RECORDED_DEVICES
+        self._run, self._devices = run, devices
 
     def __call__(self, grad_y: Tensor, *args: Any) -> Tensor:
         """Returns ``op(grad_y, *layout, n, k)``."""

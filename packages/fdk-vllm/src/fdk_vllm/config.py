@@ -21,7 +21,7 @@ from fdk_vllm.expert_method import FdkExpertMethod
 from fdk_vllm.importers import IMPORTERS, RENAMES
 from fdk_vllm.linear import FdkEmbeddingMethod, FdkLinearMethod
 from fdk_vllm.planner import EMBEDDING, Planner
-from fdk_vllm.vllm_versions import empty_mapper, renaming_mapper
+from fdk_vllm.vllm_versions import empty_mapper, renaming_mapper, start_products_early
 
 # Buffers of transformers that ``save_model`` writes, as no model on meta can make them again.
 # vLLM drops ``rotary_emb.inv_freq`` itself.
@@ -97,6 +97,7 @@ class FdkConfig(EngineConfig, QuantizationConfig):
         Raises:
             ValueError: see ``Planner.plan``.
         """
+        start_products_early()
         if isinstance(layer, LinearBase):
             plan = self.planner.plan(prefix, self.packed_modules_mapping)
             return UnquantizedLinearMethod() if plan is None else FdkLinearMethod(plan, prefix)

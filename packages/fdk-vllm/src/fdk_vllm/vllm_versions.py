@@ -16,9 +16,12 @@ What is the same in both: entry point, ``register_quantization_config``, the arg
 ``load_weights``, names of parameters and ``expert_map``, and ``FusedMoEMethodBase``.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 
@@ -46,6 +49,22 @@ def is_dummy_load() -> bool:
     from vllm.config import get_current_vllm_config
 
     return str(get_current_vllm_config().load_config.load_format) == "dummy"
+
+
+def start_products_early() -> None:
+    """Has Inductor's kernels let fdk's start before they end, on Hopper.
+
+    That is torch's ``triton.enable_pdl`` (programmatic dependent launch). A value in
+    ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL`` stays. Effective until vLLM compiles
+    the model, which is after it has made the layers.
+    """
+    from vllm.config import get_current_vllm_config
+
+    has_choice = "TORCHINDUCTOR_ENABLE_PDL" in os.environ
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and not has_choice:
+        options = get_current_vllm_config().compilation_config.inductor_compile_config
+        options.setdefault("triton.enable_pdl", True)
 
 
 def adapters_reach_experts() -> bool:

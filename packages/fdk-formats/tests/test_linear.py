@@ -327,6 +327,24 @@ def test_compile_fullgraph_without_recompiling_over_m():
             assert x.grad is not None
 
 
+def test_compiled_blocks_share_a_graph():
+    """Blocks compiled one by one, as with checkpointing: the graph of the first one fits all."""
+    blocks = nn.ModuleList(layer() for _ in range(3))
+    blocks.append(copy.deepcopy(blocks[0]))
+    blocks.append(pickle.loads(pickle.dumps(blocks[0])))
+    other = layer("nf4-g32")
+    torch.compiler.reset()
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 64, requires_grad=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for block in blocks:
+            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            y.sum().backward()
+            assert torch.equal(y, nn.functional.linear(x, block.dequantise(), block.bias))
+    assert other.stored.layout is None  # of another format
+
+
 # torch.vmap puts the repr of the layer in its messages, which are traced too.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of inductor
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

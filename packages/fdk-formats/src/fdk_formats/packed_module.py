@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,12 @@ class PackedModule(QuantisedModule):
 
     backend: str
     activations: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes a module that ``_pack_for_graph`` can find, copies and unpickled ones too."""
+        made = super().__new__(cls)
+        _MODULES.add(made)
+        return made
 
     def _init_backend(self, backend: str, activations: str) -> None:
         """Sets the attributes; called once, by the constructor."""
@@ -128,10 +135,41 @@ class PackedModule(QuantisedModule):
 
     @constant_in_graphs
     def _pack_for_graph(self, dtype: torch.dtype) -> bool:
-        """Packs the weight while torch.compile or torch.export traces the module."""
+        """Packs the weight while torch.compile or torch.export traces the module.
+
+        So are those of all modules like it: where each block of a model is compiled, a graph fits
+        the next block only if its weights are packed, too.
+        """
         with without_dispatch_modes():
             self._pack(dtype)
+            kind = self._kind()
+            for other in list(_MODULES):
+                if other is not self and other._is_unpacked() and other._kind() == kind:
+                    other._pack(dtype)
         return True
+
+    def _kind(self) -> tuple[object, ...]:
+        """Returns what modules have in common whose layouts differ in values alone."""
+        return (
+            type(self),
+            self.format,
+            self.weight_shape,
+            self.dtype,
+            self.device,
+            self.backend,
+            self.activations,
+        )
+
+    def _is_unpacked(self) -> bool:
+        """Returns whether the module is complete, its parameters are its own, and not packed."""
+        known = self.__dict__.get("_stored", lambda: None)()
+        if known is None or known.layout is not None or tensor_parallel.is_sharded(self):
+            return False
+        return all(getattr(own, "stored", None) is known for own in self.weight_parameters)
+
+
+# Those that are in use.
+_MODULES: WeakSet[PackedModule] = WeakSet()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

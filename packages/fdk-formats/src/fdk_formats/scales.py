@@ -17,6 +17,7 @@ from fdk_formats.encode import CodebookEncoder, affine_codes, divide, weighted_s
 from fdk_formats.format import SCALE_DTYPES, Format
 from fdk_formats.kmeans import Samples, fit_centroids, refit_centroids
 from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.rotation import rotate, rotated_importance
 from fdk_formats.rounding import rounding_kernels_for
 
 # The mantissa bits of sqrt(2) in float32: a larger mantissa is nearer, in log, to the next power.
@@ -214,6 +215,9 @@ class Chunk:
 class GroupedWeight:
     """A checked weight ``[n, k]`` in groups that share a scale.
 
+    The weight of a rotated format is rotated where its chunks are made; its importance is that of
+    the rotated one.
+
     Only one chunk of rows at a time is converted to float32, so that the extra memory of
     quantising does not grow with the weight. Made by ``GroupedWeight.of``.
     """
@@ -262,6 +266,8 @@ class GroupedWeight:
             raise TypeError(f"quantise: importance must be a tensor, got {got}")
         importance = importance.detach()
         peak = _importance_peak(importance, weight)
+        if format.rotation is not None:
+            importance = rotated_importance(importance)
         return cls(weight, format, group_size, importance, peak, is_checked)
 
     @property
@@ -276,7 +282,10 @@ class GroupedWeight:
         step = max(1, (size or CODES_PER_CHUNK) // k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            groups, importance = self._grouped(self.weight[rows]), self._importance_of(rows)
+            own = self.weight[rows]
+            if self.format.rotation is not None:
+                own = rotate(own.to(torch.float32))
+            groups, importance = self._grouped(own), self._importance_of(rows)
             yield Chunk(rows, groups, importance, self.is_checked)
 
     def _importance_of(self, rows: slice) -> Tensor | None:

@@ -159,7 +159,7 @@ def check_rotated(backend: Backend, case: Case) -> None:
     layout = RotatedLayout(backend.pack(q, dtype=case.dtype), format)
     with poisoned():
         y = layout(x)
-    W_hat = rotate(exact_weight(q, case.dtype), inverse=True)
+    W_hat = exact_weight(layout.unpack(), case.dtype)
     oracle = linear(x.double(), W_hat)
     torch_y = linear(rotate(x), q.dequantise(case.dtype))
     typical = float(linear(x.double().square(), W_hat.square()).sum().sqrt())
@@ -203,7 +203,8 @@ def exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
     else:
         assert q.zero_point is not None
         values = codes.double() - q.zero_point[..., None].double()
-    return (values * decode_scale(q.scale)[..., None].double()).view(q.shape)
+    decoded = (values * decode_scale(q.scale)[..., None].double()).view(q.shape)
+    return decoded if q.format.rotation is None else rotate(decoded, inverse=True)
 
 
 def check_golden(backend: Backend, case: Case) -> None:

@@ -187,6 +187,22 @@ def test_moments_are_rotated(format):
     assert own < 0.7 * output_error(w, quantise(w, format).dequantise(), H)
 
 
+def test_inputs_whose_rotation_is_zero_almost_everywhere():
+    x = 3 * signs_on(torch.device("cpu"))[:64].repeat(3).expand(5, K)  # rotated: one in 64
+    w = values(N, K)
+    q = quantise(w, FORMAT, hessian=x.T @ x / len(x))
+    torch.testing.assert_close(x @ q.dequantise().T, x @ w.T, rtol=0.1, atol=1)
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    w = values(N, K)
+    w[3, 70] = torch.inf
+    with pytest.raises(ValueError, match="got inf at row 3, column 70"):
+        quantise(w, FORMAT)
+    with pytest.raises(ValueError, match="weight must be finite in float32, got inf"):
+        quantise(torch.full((2, 16), 3e38) * signs_on(w.device)[:16], "int4-row-hadamard")
+
+
 def test_importance_is_the_mean_of_a_block():
     x = values(1 << 14, K) * torch.linspace(0.1, 3, K)
     importance = x.square().mean(0)

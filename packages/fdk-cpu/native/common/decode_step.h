@@ -39,10 +39,10 @@ struct RowsOfWeight {
   const PackedWeight* packed;  // null: plain
   bool int8;                   // round x to 8 bits
   const Int8Table* table;      // see linear_int8
-  bool rotated;                // rotate x, before it is rounded
   const void* plain;           // [n, k]
   std::size_t first, n, k;
-  const void* bias;  // [n], or null
+  const void* bias;      // [n], or null
+  bool rotated = false;  // rotate x, before it is rounded to 8 bits
 };
 
 struct LlamaBlock {

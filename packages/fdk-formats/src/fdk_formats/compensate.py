@@ -80,7 +80,10 @@ class Hessian:
     @cached_property
     def rotated(self) -> "Hessian":
         """The moments of rotated inputs, ``R H R^T``; see ``fdk_formats.rotation``."""
-        return Hessian(rotate(rotate(self.matrix).T).T)
+        moments = rotate(rotate(self.matrix).T)
+        moments = (moments + moments.T) / 2
+        moments.diagonal().clamp_(min=0)  # a rotated input that is always zero, but for rounding
+        return Hessian(moments)
 
     @cached_property
     def order(self) -> Tensor:

@@ -188,12 +188,14 @@ class Chunk:
         groups: ``[rows, k/G, G, float32]``.
         importance: ``[1 or rows, k/G, G, float64]``, or None for all ones.
         is_checked: whether ``check_finite`` reads values.
+        unrotated: the rows as they were given, ``[rows, k]``, if they were rotated.
     """
 
     rows: slice
     groups: Tensor
     importance: Tensor | None
     is_checked: bool = True
+    unrotated: Tensor | None = None
 
     def check_finite(self, per_group: Tensor) -> None:
         """Raises ValueError naming the first NaN or infinity, if a statistic of a group shows one.
@@ -204,6 +206,8 @@ class Chunk:
         if not self.is_checked or torch.isfinite(per_group).all():
             return
         flat = self.groups.flatten(1)  # [rows, k]
+        if self.unrotated is not None and not torch.isfinite(self.unrotated).all():
+            flat = self.unrotated  # a rotation spreads what is not finite, and may overflow
         row, column = (~torch.isfinite(flat)).nonzero()[0].tolist()
         raise ValueError(
             f"quantise: weight must be finite in float32, got {flat[row, column].item()} "
@@ -282,11 +286,11 @@ class GroupedWeight:
         step = max(1, (size or CODES_PER_CHUNK) // k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            own = self.weight[rows]
+            own, unrotated = self.weight[rows], None
             if self.format.rotation is not None:
-                own = rotate(own.to(torch.float32))
+                own, unrotated = rotate(own.to(torch.float32)), own
             groups, importance = self._grouped(own), self._importance_of(rows)
-            yield Chunk(rows, groups, importance, self.is_checked)
+            yield Chunk(rows, groups, importance, self.is_checked, unrotated)
 
     def _importance_of(self, rows: slice) -> Tensor | None:
         if self.importance is None:

@@ -63,7 +63,9 @@ def test_a_format_that_is_not_quantised():
 
 
 def test_every_backend_is_chosen_or_has_a_reason():
-    for support in supports(["custom4-g64", "affine4-g64"], 256, 256, "bf16", ["cpu"]):
+    for support in supports(
+        ["custom4-g64", "affine4-g64", "int4-g64-hadamard"], 256, 256, "bf16", ["cpu"]
+    ):
         named = {*support.reasons, support.chosen} - {None}
         taking = set(fdk_formats.all_backends()) - set(support.reasons)
         assert named | taking == set(fdk_formats.all_backends())

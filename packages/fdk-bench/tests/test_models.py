@@ -54,7 +54,7 @@ def test_sizes_are_those_of_the_paper(size, linear, parameters):
     assert SIZES[size].parameters == pytest.approx(parameters, rel=2e-4)
 
 
-@pytest.mark.parametrize("format", ["bf16", "custom4-g64"])
+@pytest.mark.parametrize("format", ["bf16", "custom4-g64", "custom4-g64-hadamard"])
 def test_llamas_are_those_of_the_step(format):
     """Every layer is on the device, and the step of llamas computes the model."""
     model = build_llama(case_of(format), [1]).model

@@ -18,8 +18,10 @@ from fdk_cuda.triton.configs import (
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GEMM_WGMMA_FUSED_BITS, DequantiseConfig
 from fdk_cuda.triton.kernels.decode import two_values
 from fdk_cuda.triton.layout import PackedLayout
+from fdk_cuda.triton.rotation import rotate
 from fdk_cuda.triton.round_columns import round_columns
 from fdk_formats import Format
+from fdk_formats.rotation import rotate_in_torch
 from fdk_formats.testing import Case, cases, check_golden, check_in_place, check_numerics, nrmse
 from fdk_formats.testing.rounding import check_round_columns
 
@@ -41,6 +43,16 @@ def affine_case(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("entries", [2, 3, 16, 256])
 def test_round_columns(entries: int, columns: int, rows: int, has_zero: bool) -> None:
     check_round_columns(round_columns, entries, columns, rows, has_zero=has_zero)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize(("rows", "k"), [(1, 16), (3, 48), (5, 576), (2, 768)])
+def test_rotate(rows: int, k: int, dtype: torch.dtype, inverse: bool) -> None:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    block = min(k & -k, 256)
+    assert torch.equal(rotate(x, block, inverse), rotate_in_torch(x, block, inverse))
+    assert rotate(x.double(), block, inverse) is None
 
 
 @pytest.mark.parametrize("case", SOME[::3], ids=str)

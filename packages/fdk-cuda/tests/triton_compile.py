@@ -45,7 +45,9 @@ TENSORS = {
     "values_ptr": "*i16",
     **dict.fromkeys(("order_ptr", "tiles_ptr", "counts_ptr"), "*i32"),
     "ids_ptr": "*i64",
-    **dict.fromkeys(("routing_ptr", "midpoints_ptr", "table_ptr", "wanted_ptr"), "*fp32"),
+    **dict.fromkeys(
+        ("routing_ptr", "midpoints_ptr", "table_ptr", "wanted_ptr", "signs_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("reference_ptr", "feedback_ptr", "scales_ptr", "zeros_ptr"), "*fp32"),
     "residual_ptr": "*fp32",
     "codes_ptr": "*u8",

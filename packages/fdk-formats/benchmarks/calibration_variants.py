@@ -18,9 +18,7 @@ or more of these, joined by +:
                  likelihood for the layer's output, to the power P; 1 by default, sqrt is 0.5. The
                  Fisher information as in GuidedQuant, Kim et al. 2025, with one group of outputs
     rows-N       a codebook per N rows or fewer
-    hadamard[-N] inputs rotated as the model runs, by random signs and a Hadamard matrix of the
-                 largest size that divides k, N at most. Online rotations of QuaRot, Ashkboos et
-                 al. 2024
+    hadamard     the format with rotated inputs, kmeans3-g64-hadamard for kmeans3-g64
 
 These are experiments: they replace private functions of fdk_formats.calibration (_Moments,
 _run_block and _quantised) while a variant runs, and use others of fdk_formats and fdk_bench. A
@@ -38,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,7 +62,7 @@ Row = dict[str, Any]
 # One of each kind, and kinds together.
 QUICK_VARIANTS = (
     "base,epochs0,sequential,gptaq,gptaq-half,fisher,fisher-sqrt,fisher-0.25,rows-64,hadamard,"
-    "hadamard-64,rows-64+fisher,hadamard+gptaq-half+fisher-sqrt"
+    "rows-64+fisher,hadamard+gptaq-half+fisher-sqrt"
 )
 QUICK_TOKENS, QUICK_WINDOW = 512, 64
 HEADER = (
@@ -84,7 +82,7 @@ class Variant:
         gptaq: share of the correction of the weights.
         sequential: whether layers of a block are quantised one input after another.
         rows: most rows of a codebook; None for all.
-        hadamard: largest block of the rotation; None without rotation.
+        hadamard: whether the inputs of layers are rotated.
     """
 
     name: str
@@ -93,18 +91,18 @@ class Variant:
     gptaq: float = 0.0
     sequential: bool = False
     rows: int | None = None
-    hadamard: int | None = None
+    hadamard: bool = False
 
     @classmethod
     def parse(cls, name: str, epochs: int) -> "Variant":
-        """Reads a variant, such as ``hadamard-64+gptaq-half``.
+        """Reads a variant, such as ``hadamard+gptaq-half``.
 
         Args:
             name: the variant.
             epochs: epochs of distillation where it names none.
 
         Raises:
-            ValueError: if it is none, or of parts that exclude each other.
+            ValueError: if it is none.
         """
         variant = cls(name, epochs)
         for part in name.split("+"):
@@ -122,18 +120,13 @@ class Variant:
                 variant = replace(variant, sequential=True)
             elif kind == "rows":
                 variant = replace(variant, rows=int(value))
-            elif kind == "hadamard":
-                limit = int(value) if value else 1 << 30
-                if limit < 1 or limit & (limit - 1):
-                    raise ValueError(f"{part!r}: wanted a power of two, got {limit}")
-                variant = replace(variant, hadamard=limit)
+            elif part == "hadamard":
+                variant = replace(variant, hadamard=True)
             elif part != "base":
                 raise ValueError(
                     f"{part!r}: wanted base, epochsN, sequential, gptaq[-P], fisher[-P], rows-N "
-                    "or hadamard[-N]"
+                    "or hadamard"
                 )
-        if variant.rows is not None and variant.hadamard is not None:
-            raise ValueError(f"{name!r}: rows and hadamard cannot be combined")
         return variant
 
 
@@ -166,6 +159,8 @@ def measure(variant: Variant, subject: Subject) -> Row:
         subject: the model and the texts.
     """
     began = time.perf_counter()
+    if variant.hadamard:
+        subject = replace(subject, format=replace(subject.format, rotation="hadamard"))
     changed = changed_model(variant, subject.model)
     names = list(layers_of(changed, DEFAULT_SKIP))
     # Calibrated in the dtype of the files, as users do where that is fast.
@@ -241,20 +236,15 @@ def calibrated(
         )
 
 
-# Models with other linear layers: codebooks per rows, and rotated inputs
+# Models with other linear layers: codebooks per rows
 
 
 def changed_model(variant: Variant, model: TextModel) -> TextModel:
     """Returns a copy of the model with the linear layers of a variant."""
     module = deepcopy(model.module)
-    make: Callable[[nn.Linear], nn.Module] | None = None
     if variant.rows is not None:
-        make = partial(RowSplitLinear, rows=variant.rows)
-    elif variant.hadamard is not None:
-        make = partial(RotatedLinear, rotation=Rotation(variant.hadamard))
-    if make is not None:
         for name in layers_of(model, DEFAULT_SKIP):
-            module.set_submodule(name, make(module.get_submodule(name)))
+            module.set_submodule(name, RowSplitLinear(module.get_submodule(name), variant.rows))
     return replace(model, module=module)
 
 
@@ -273,19 +263,6 @@ class RowSplitLinear(nn.Module):
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-class RotatedLinear(nn.Module):
-    """A linear layer that rotates its input: ``(W R^T) (R x)``."""
-
-    def __init__(self, linear: nn.Linear, rotation: "Rotation") -> None:
-        super().__init__()
-        self.rotation = rotation
-        self.linear = linear_of(rotation.rotate(linear.weight.detach()), linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotates ``x :: [..., k]``, then applies the layer."""
-        return self.linear(self.rotation(x))
-
-
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Returns a frozen linear layer with copies of a weight and a bias."""
     n, k = weight.shape
@@ -294,44 +271,6 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return layer.eval()
-
-
-class Rotation:
-    """A rotation of the last dimension, by random signs and Hadamard matrices in blocks.
-
-    Layers that share an input share its rotation too, and so their second moments.
-
-    Args:
-        limit: largest block; the blocks are the largest power of two that divides k.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.x: Tensor | None = None
-        self.rotated: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotates an input, once for all layers that receive it."""
-        if self.x is not x:
-            self.x, self.rotated = x, self.rotate(x)
-        return self.rotated
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates ``x :: [..., k]`` in float32."""
-        k = x.shape[-1]
-        signs, matrix = signs_and_hadamard(k, min(k & -k, self.limit), x.device)
-        blocks = (x.float() * signs).unflatten(-1, (-1, len(matrix)))
-        return ((blocks @ matrix) / math.sqrt(len(matrix))).flatten(-2).to(x.dtype)
-
-
-@cache
-def signs_and_hadamard(k: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns random signs ``[k]`` and a Hadamard matrix ``[block, block]`` of +-1, float32."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < block:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(0, 2, (k,), generator=torch.Generator().manual_seed(k)) * 2 - 1
-    return signs.float().to(device), matrix.to(device)
 
 
 # Fisher information of tokens

@@ -27,7 +27,7 @@ from torch import nn
 
 from fdk_formats import QuantisedLinear, fuse_layers, quantise_model
 
-FORMATS = ["kmeans4-g32", "affine3-g32", "int4-row"]
+FORMATS = ["kmeans4-g32", "affine3-g32", "int4-row", "kmeans4-g32-hadamard"]
 SIZES = [(64, 64, True), (64, 64, False), (64, 32, True)]
 
 

@@ -16,7 +16,7 @@ from fdk_formats import (
 )
 from fdk_formats.testing import random_quantised
 
-FORMATS = ["nf4-g32", "affine3-g32", "int4-row"]
+FORMATS = ["nf4-g32", "affine3-g32", "int4-row", "kmeans4-g32-hadamard"]
 K, HIDDEN = 64, 96
 
 

@@ -18,7 +18,15 @@ from fdk_formats import (
     save_model,
 )
 
-FORMATS = ("int4-g32", "nf4-row", "kmeans3-g32", "affine4-g64-zint", "int8-g64-e8m0", "binary1-g16")
+FORMATS = (
+    "int4-g32",
+    "nf4-row",
+    "kmeans3-g32",
+    "affine4-g64-zint",
+    "int8-g64-e8m0",
+    "binary1-g16",
+    "kmeans3-g32-hadamard",
+)
 
 
 def made(format="int4-g32", dtype=torch.float32, **kwargs):

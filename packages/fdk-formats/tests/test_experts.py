@@ -337,7 +337,7 @@ def test_stacks_of_tensors():
         QuantisedStack(stack.format, stack.shape, stack.packed, stack.scale, torch.zeros(16))
 
 
-@pytest.mark.parametrize("format", ["nf4-g16", FORMAT, "affine4-g16"])
+@pytest.mark.parametrize("format", ["nf4-g16", FORMAT, "affine4-g16", "kmeans4-g16-hadamard"])
 def test_parts_of_a_stack_compute_parts_of_the_sum(format):
     """Expert parallelism: ids of experts elsewhere are -1, and the sums of all parts add up."""
     stack = quantise_stack(torch.randn(6, 8, 32), format)

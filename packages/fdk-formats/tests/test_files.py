@@ -31,6 +31,7 @@ FORMATS = [
     *(f"affine{bits}-g32-fp16" for bits in range(1, 9)),
     *(f"affine{bits}-row-fp32-zint" for bits in range(1, 9)),
     "custom5-g16-e8m0",
+    "custom2-g16-hadamard",
     "affine4-g16-e8m0",
     "affine4-g16-e8m0-zint",
     "nf4-g64-fp32",

@@ -15,6 +15,11 @@ from fdk_formats.format import CODEBOOK_BITS
         ("affine4-g128-search-fp16-zint", Format("affine", 4, 128, "search", "fp16", "int")),
         ("crd_student3-row-rms-e8m0", Format("crd_student", 3, None, "rms", "e8m0", None)),
         ("kmeans2-fp32-g16", Format("kmeans", 2, 16, "absmean", "fp32", None)),
+        ("kmeans2-g64-hadamard", Format("kmeans", 2, 64, rotation="hadamard")),
+        (
+            "affine4-hadamard-row-zint",
+            Format("affine", 4, None, zero_point="int", rotation="hadamard"),
+        ),
     ],
 )
 def test_parse(text, expected):
@@ -31,10 +36,12 @@ def test_str_is_parsed_back():
                 for rule in rules:
                     for dtype in ("bf16", "fp16", "fp32", "e8m0"):
                         for zero in ("float", "int") if affine else (None,):
-                            format = Format(codebook, bits, size, rule, dtype, zero)
-                            assert Format.parse(str(format)) == format
-                            count += 1
-    assert count > 3000
+                            for rotation in (None, "hadamard"):
+                                fields = codebook, bits, size, rule, dtype, zero, rotation
+                                format = Format(*fields)
+                                assert Format.parse(str(format)) == format
+                                count += 1
+    assert count > 6000
 
 
 def test_str_is_short():
@@ -43,6 +50,7 @@ def test_str_is_short():
     assert str(Format("kmeans", 4, 64, "absmax")) == "kmeans4-g64"
     assert str(Format("affine", 8, None, zero_point="int")) == "affine8-row-zint"
     assert str(Format("affine", 4, 128, zero_point="float")) == "affine4-g128"
+    assert str(Format("kmeans", 2, rotation="hadamard")) == "kmeans2-g64-hadamard"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,7 @@ def test_str_is_short():
         ("nf4-g64-minmax", "nf takes a scale rule of absmax,"),
         ("nf4-g64-zint", "zero_point of nf must be None, got 'int'"),
         ("nf4-g64-signmax-e8m0", "e8m0 holds no sign"),
+        ("nf4-g64-hadamard-hadamard", "names its rotation twice"),
     ],
 )
 def test_parse_refuses(text, message):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fdk_formats import quantise_model
 
-FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row")
+FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row", "kmeans4-g32-hadamard")
 
 
 def model(format="kmeans4-g32", seed=0):

@@ -76,7 +76,9 @@ def is_fused(block):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("format", ["int4-g32", "affine3-g16-zint", "nf4-row", "int2-g32-search"])
+@pytest.mark.parametrize(
+    "format", ["int4-g32", "affine3-g16-zint", "nf4-row", "int2-g32-search", "nf4-g32-hadamard"]
+)
 def test_fusing_changes_neither_bytes_nor_results(format, bias, x):
     source = Model(bias=bias)
     apart, fused = quantised(source, format), quantised(source, format, fuse=True)

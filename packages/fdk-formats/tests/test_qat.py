@@ -8,7 +8,9 @@ from torch.autograd import forward_ad
 from fdk_formats import fake_quantise, fit_codebook, quantise, quantise_stack
 
 
-@pytest.mark.parametrize("format", ["kmeans3-g16", "int4-g32", "affine4-g64", "nf4-row"])
+@pytest.mark.parametrize(
+    "format", ["kmeans3-g16", "int4-g32", "affine4-g64", "nf4-row", "kmeans3-g16-hadamard"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_is_the_dequantised_weight(format, dtype):
     torch.manual_seed(0)

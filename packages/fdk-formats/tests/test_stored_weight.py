@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fdk_formats import QuantisedLinear, load_model, quantise_model, save_model
 from fdk_formats.stored_weight import StoredTensor
 
-FORMATS = ["kmeans4-g32", "affine3-g16", "nf4-row"]
+FORMATS = ["kmeans4-g32", "affine3-g16", "nf4-row", "kmeans4-g32-hadamard"]
 
 
 def layer(format="kmeans4-g32", n=24, k=64, backend="reference", bias=True):
@@ -131,7 +131,7 @@ def test_training_a_whole_model_leaves_the_weight_frozen():
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS[:3])  # compared with a dense product, bit for bit
 @pytest.mark.parametrize(
     "cast",
     [

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fdk_formats import Format, fuse_layers, tensor_parallel
 
 FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row", "int1-g64")
+ROTATED = Case("kmeans4-g32-hadamard", k=256, hidden=1024)  # four parts of whole blocks
 
 
 def refused(kind, message, call):
@@ -260,15 +261,22 @@ OF_TWO_FORMATS = {
     check_state_dict: "affine3-g32",
     check_distributed_checkpoint: "affine3-g32",
 }
-CHECKS = {
-    f"{check.__name__}-{format}": partial(check, Case(format))
-    for check in (*OF_A_FORMAT, *OF_TWO_FORMATS)
-    for format in (FORMATS if check in OF_A_FORMAT else ("kmeans4-g32", OF_TWO_FORMATS[check]))
-} | {
-    name: value
-    for name, value in globals().items()
-    if name.startswith("check_") and value not in (*OF_A_FORMAT, *OF_TWO_FORMATS)
-}
+CHECKS = (
+    {
+        f"{check.__name__}-{format}": partial(check, Case(format))
+        for check in (*OF_A_FORMAT, *OF_TWO_FORMATS)
+        for format in (FORMATS if check in OF_A_FORMAT else ("kmeans4-g32", OF_TWO_FORMATS[check]))
+    }
+    | {
+        f"{check.__name__}-{ROTATED.format}": partial(check, ROTATED)
+        for check in (*OF_A_FORMAT, check_layers_called_before)
+    }
+    | {
+        name: value
+        for name, value in globals().items()
+        if name.startswith("check_") and value not in (*OF_A_FORMAT, *OF_TWO_FORMATS)
+    }
+)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from fdk_formats import quantise_model
 from fdk_transformers.decode import argmax_kernel, attention, gemv_bf16, next_token
 from fdk_transformers.decode.llama_ops import HeadNorm, TorchOps, TritonOps
 from fdk_transformers.decode.llama_step import LlamaStep
@@ -134,8 +135,10 @@ def model(*names):
     """Decode with a tiny model through the kernels and through torch: the same tokens."""
     from tiny_models import make  # transformers takes seconds to import
 
-    for name in ("llama", "qwen2", "qwen3"):
-        llama = make(name, torch.float32)
+    for name in ("llama", "qwen2", "qwen3", "rotated"):
+        llama = make("qwen2" if name == "rotated" else name, torch.float32)
+        if name == "rotated":  # q, k and v have a codebook each: x is rotated once for them
+            llama = quantise_model(llama, "kmeans4-g32-hadamard", backend="cpu", progress=False)
         ids = torch.randint(6, 128, (2, 7))
         mask = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
         found = []

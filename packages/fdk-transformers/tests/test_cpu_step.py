@@ -65,7 +65,9 @@ def test_equals_forward(name, dtype):
         assert_close(step_logits(model, ids), wanted_logits(model, ids), TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("format", ["kmeans3-g64", "nf4-g32", "affine2-g32", "int8-g64"])
+@pytest.mark.parametrize(
+    "format", ["kmeans3-g64", "nf4-g32", "affine2-g32", "int8-g64", "nf4-g32-hadamard"]
+)
 def test_formats(format):
     model = quantise_model(
         tiny_models.make("qwen2", torch.float32), format, progress=False, fuse=True
@@ -81,6 +83,26 @@ def test_int8_activations():
             layer.activations = "int8"
     ids = tokens(1)
     assert_close(step_logits(model, ids), wanted_logits(model, ids), 1e-4)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_rotated_inputs(dtype, activations, fuse):
+    """Some layers of an input rotate it, others do not."""
+    overrides = {r"k_proj|up_proj": "int4-g32", r"v_proj": None}
+    for own in ({}, overrides):
+        model = quantise_model(
+            tiny_models.make("qwen2", dtype),
+            "int4-g32-hadamard",
+            overrides=own,
+            activations=activations,
+            fuse=fuse,
+            progress=False,
+        )
+        ids = tokens(2)
+        tolerance = TOLERANCES[dtype] if activations == "float" else max(0.02, TOLERANCES[dtype])
+        assert_close(step_logits(model, ids), wanted_logits(model, ids), tolerance)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

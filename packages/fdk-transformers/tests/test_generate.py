@@ -172,6 +172,15 @@ def test_llamas(name, monkeypatch):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.filterwarnings("error:transformers' own loop")
+@pytest.mark.parametrize("fuse", [False, True])
+def test_rotated_formats(fuse, step):
+    """Layers that stay apart rotate the x that they share once, too."""
+    model = quantise_model(lively("qwen2"), "kmeans4-g32-hadamard", fuse=fuse, progress=False)
+    expected, ours = both(model, prompts())
+    assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("fuse", [False, True])
 def test_quantised_llama(fuse, monkeypatch):
     monkeypatch.setattr(step_cache, "STEPS", (LlamaOnCpu,))

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     """A quantised model."""
     path = tmp_path_factory.mktemp("model")
     tiny_models.make("llama").save_pretrained(path / "source")
-    config = FdkConfig("int4-g32", overrides={"down_proj": "int8-g32"})
+    config = FdkConfig("int4-g32", overrides={"down_proj": "int8-g32-hadamard"})
     model = AutoModelForCausalLM.from_pretrained(path / "source", quantization_config=config)
     model.save_pretrained(path / "small")
     return path / "small"
@@ -141,7 +141,7 @@ def test_merged_and_quantised_again(folder, tmp_path):
         if isinstance(layer, QuantisedLinear)
     }
     assert found == formats
-    assert set(found.values()) == {"int4-g32", "int8-g32"}
+    assert set(found.values()) == {"int4-g32", "int8-g32-hadamard"}
     assert (logits(merged) - wanted).norm() < 0.5 * (base - wanted).norm()
     merged.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(merged))

@@ -17,17 +17,22 @@ def states_equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(name, FORMAT) for name in MODELS]
+    + [(name, "kmeans2-g32-hadamard") for name in ("llama", "qwen3", "gpt2", "mixtral")],
+)
 @torch.no_grad()
-def test_model(name, tmp_path):
+def test_model(name, format, tmp_path):
     kind, x, settings = tiny_models.model_class(name), tiny_models.inputs(name), MODELS[name][2]
     tiny_models.make(name).save_pretrained(tmp_path / "source")
 
-    config = FdkConfig(FORMAT, **settings)
+    config = FdkConfig(format, **settings)
     model = kind.from_pretrained(tmp_path / "source", quantization_config=config)
     wanted = quantise_model(
-        kind.from_pretrained(tmp_path / "source"), FORMAT, progress=False, **settings
+        kind.from_pretrained(tmp_path / "source"), format, progress=False, **settings
     )
+    assert {str(layer.format) for layer in model_report(model).layers} == {format}
     assert states_equal(model, wanted)
     layers = {layer.name for layer in model_report(model).layers}
     assert layers == {layer.name for layer in model_report(wanted).layers}

@@ -71,6 +71,17 @@ def test_cuts_of_groups_and_bytes_are_refused(format, k, message):
         Part(0, 4, 4, rank=0, ranks=2).of(weight(format, 4, k))
 
 
+def test_rotated_blocks_stay_whole():
+    q = weight("kmeans3-g64-hadamard", k=1024)
+    parts = [part_of((24, 1024), (24, 256), rank, 4).of(q) for rank in range(4)]
+    x = torch.randn(3, 1024)
+    products = [x[:, 256 * i :][:, :256] @ part.dequantise().T for i, part in enumerate(parts)]
+    torch.testing.assert_close(sum(products), x @ q.dequantise().T, rtol=1e-4, atol=1e-4)
+    message = "whole blocks of 64 rotated inputs, and k/2 is 96; serve with fewer GPUs"
+    with pytest.raises(ValueError, match=message):
+        Part(0, 24, 24, rank=0, ranks=2).of(weight("int4-g32-hadamard", k=192))
+
+
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="n=10 is not a multiple of the 4 of each process"):
         part_of((10, 64), (4, 64), 0, 2)

@@ -117,6 +117,37 @@ def test_permuted_inputs():
     torch.testing.assert_close(product(x, None), wanted)
 
 
+@pytest.mark.parametrize("rotated", [3, 2])
+def test_rotated_inputs(rotated, monkeypatch):
+    """Products that all rotate x share one rotation."""
+    from fdk_formats import rotated_layout
+    from fdk_formats.rotation import rotate
+    from fdk_vllm import product
+
+    calls = []
+    for module in (product, rotated_layout):
+        monkeypatch.setattr(module, "rotate", lambda x: calls.append(x) or rotate(x))
+    formats = ["kmeans4-g64-hadamard"] * rotated + ["kmeans4-g64"] * (3 - rotated)
+    weights = [quantise(torch.randn(n, K), f) for n, f in zip(SIZES, formats, strict=True)]
+    made = product_of(*map(Weight, weights))
+    x, bias = torch.randn(3, K), torch.randn(sum(SIZES))
+    torch.testing.assert_close(made(x, bias), expected(x, weights, bias))
+    assert len(calls) == (1 if rotated == 3 else 2)
+    order = torch.randperm(K).int()
+    permuted = product_of(Weight(weights[0], order), Weight(weights[1]))
+    wanted = torch.cat([expected(x[:, order], weights[:1]), expected(x, weights[1:2])], -1)
+    torch.testing.assert_close(permuted(x, None), wanted)
+
+
+def test_reloaded_weights_must_be_rotated_alike():
+    plain, rotated = (quantise(torch.randn(64, K), f"int4-g64{r}") for r in ("", "-hadamard"))
+    made = [product_of(Weight(q)) for q in (plain, rotated)]
+    made[1].copy_from(product_of(Weight(quantise(torch.randn(64, K), "int4-g64-hadamard"))))
+    for a, b in (made, made[::-1]):
+        with pytest.raises(ValueError, match="reloaded weights need other kernels"):
+            a.copy_from(b)
+
+
 def test_permuted_inputs_are_not_cut_along_k():
     q, order = quantise(torch.randn(64, 2 * K), "int4-g64"), torch.randperm(2 * K).int()
     made = packed_layer([q], parts=[Part(0, 64, 64, 0, 2)])

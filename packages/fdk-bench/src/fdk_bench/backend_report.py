@@ -84,7 +84,8 @@ def supports(
             except ValueError as error:
                 yield Support(text, device, None, {"every backend": str(error)})
                 continue
-            problem = Problem(format, n, k, DTYPES[dtype], torch.device(device))
+            # A layer rotates x itself.
+            problem = Problem(format.unrotated, n, k, DTYPES[dtype], torch.device(device))
             reasons = {
                 name: reason for name, reason in unsupported_reasons(problem).items() if reason
             }

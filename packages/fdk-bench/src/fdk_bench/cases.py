@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fdk_formats import Format, QuantisedTensor, quantise
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import decode_scale
 
 BITSANDBYTES = "bitsandbytes-nf4"  # in the place of a format: its layers of NF4, 4 bits
@@ -281,4 +282,5 @@ def exact_weight(q: QuantisedTensor, dtype: torch.dtype, oracle: torch.dtype) ->
         assert q.zero_point is not None
         values = codes.to(oracle) - q.zero_point[..., None].to(oracle)
     values *= decode_scale(q.scale)[..., None].to(oracle)
-    return values.view(q.shape)
+    values = values.view(q.shape)
+    return values if q.format.rotation is None else rotate(values, inverse=True)

@@ -16,6 +16,7 @@
 #include "common/layout.h"
 #include "common/linear.h"
 #include "common/memory.h"
+#include "common/rotation.h"
 #include "common/thread_pool.h"
 #include "rounding/rounding.h"
 
@@ -287,7 +288,7 @@ class PyDecodeStep {
 
  private:
   // Each is (plain, n, k, bias) with plain :: [n, k] in the dtype of the model, or (weight, first,
-  // n, bias, None or (levels, step, offset) to round x to 8 bits).
+  // n, bias, None or (levels, step, offset) to round x to 8 bits, whether to rotate x).
   std::vector<fdk::RowsOfWeight> rows_of(const py::list& product) {
     const std::size_t item = fdk::bytes_of(step_.shape().type);
     std::vector<fdk::RowsOfWeight> rows;
@@ -314,6 +315,7 @@ class PyDecodeStep {
           of.int8 = true;
           of.table = add_table(weight, given[4].cast<py::tuple>());
         }
+        of.rotated = given[5].cast<bool>();
       }
       if (bias.size != 0) {
         expect("bias", bias, of.n * item);
@@ -511,6 +513,21 @@ void round_columns(const py::tuple& midpoints, const py::tuple& entries, const p
   fdk::round_columns(table, problem, code.as<std::uint8_t>(), out.as<float>(), threads);
 }
 
+void rotate(const std::string& activation, const py::tuple& x, std::size_t block, bool inverse,
+            const py::tuple& y, std::size_t threads) {
+  const fdk::Activation type = activation_type(activation);
+  const Bytes in = bytes_of(x), out = bytes_of(y);
+  if (block < fdk::kMinRotationBlock || fdk::rotation_block(block) != block) {
+    throw std::invalid_argument("fdk_cpu: a block must be a power of two from 16 to 256, got " +
+                                std::to_string(block));
+  }
+  const std::size_t count = in.size / fdk::bytes_of(type) / block * block;
+  expect("x, of whole blocks,", in, count * fdk::bytes_of(type));
+  expect("y", out, in.size);
+  const py::gil_scoped_release release;
+  fdk::rotate(type, in.as<const void>(), count, block, inverse, out.as<void>(), threads);
+}
+
 // Canonical and packed codes of a weight.
 struct CodeTensors {
   fdk::Layout layout;
@@ -616,6 +633,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("group_errors", group_errors);
   module.def("group_products", group_products);
   module.def("round_columns", round_columns);
+  module.def("rotate", rotate);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
   module.attr("HUGE_PAGE") = fdk::WeightMemory::kHugePage;

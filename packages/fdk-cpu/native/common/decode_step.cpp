@@ -10,6 +10,7 @@
 
 #include "common/buffers.h"
 #include "common/dispatch.h"
+#include "common/rotation.h"
 #include "common/thread_pool.h"
 
 namespace fdk {
@@ -44,7 +45,7 @@ struct DecodeStep::Shared {
 
 struct DecodeStep::Member {
   // In the dtype of the model: [batch][...].
-  std::optional<Buffer<std::uint8_t>> x;
+  std::optional<Buffer<std::uint8_t>> x, rotated;
   std::vector<std::uint8_t> head;  // q, k and their norms, one head each
   std::vector<float> wide;         // x in float32, a zero after each row
   std::vector<float> scores, sums;
@@ -54,6 +55,7 @@ struct DecodeStep::Member {
   void reserve(const LlamaShape& shape, std::size_t batch, std::size_t length) {
     const std::size_t widest = std::max({shape.hidden, shape.heads * shape.head_dim, shape.ffn});
     x.emplace(batch * widest * bytes_of(shape.type));
+    rotated.emplace(batch * widest * bytes_of(shape.type));
     wide.resize(batch * (widest + 1));
     head.resize(4 * shape.head_dim * bytes_of(shape.type));
     scores.resize(length);
@@ -72,6 +74,10 @@ void DecodeStep::check(const char* name, const std::vector<RowsOfWeight>& produc
     const bool fits = of.packed == nullptr ||
                       (of.first % kTileRows == 0 && of.first <= of.packed->layout.n &&
                        of.n <= of.packed->layout.n - of.first && of.packed->layout.k == of.k);
+    if (of.rotated && rotation_block(k) < kMinRotationBlock) {
+      throw std::invalid_argument("fdk_cpu: " + std::string(name) +
+                                  " cannot rotate k=" + std::to_string(k));
+    }
     if (of.k != k || !fits) {
       throw std::invalid_argument(
           "fdk_cpu: " + std::string(name) + " must be rows of a weight [n, " + std::to_string(k) +
@@ -211,18 +217,32 @@ void DecodeStep::multiply(const Product& product, const void* x, std::size_t bat
                           std::size_t members) {
   const Activation type = shape_.type;
   const std::size_t item = bytes_of(type), k = product.front().of.k;
-  for (std::size_t b = 0; b < batch; b++) {
-    float* wide = member.wide.data() + b * (k + 1);
-    ops_->widen(type, static_cast<const std::uint8_t*>(x) + b * k * item, k, wide);
-    wide[k] = 0;
-  }
+  const auto widen = [&](const void* rows) {
+    for (std::size_t b = 0; b < batch; b++) {
+      float* wide = member.wide.data() + b * (k + 1);
+      ops_->widen(type, static_cast<const std::uint8_t*>(rows) + b * k * item, k, wide);
+      wide[k] = 0;
+    }
+  };
+  const void* const given = x;
+  widen(x);
   const SharedGemv* packed_for = nullptr;
+  bool is_rotated = false;
   const std::size_t share = ceil_div(ceil_div(n, kTileRows), kPiecesPerThread * members);
   const std::size_t piece = std::clamp<std::size_t>(share, 1, kMostStripes);
   std::size_t taken = barrier.take(piece), before = 0, column = 0;
   for (const Rows& rows : product) {
     const RowsOfWeight& of = rows.of;
     const std::size_t after = before + ceil_div(of.n, kTileRows);
+    if (taken < after && of.rotated != is_rotated) {
+      is_rotated = of.rotated;
+      x = is_rotated ? member.rotated->get() : given;
+      if (is_rotated) {
+        rotate_blocks(type, given, batch * k, rotation_block(k), false, member.rotated->get());
+      }
+      widen(x);
+      packed_for = nullptr;
+    }
     while (taken < after) {
       const std::size_t begin = std::max(taken, before) - before;
       const std::size_t end = std::min(taken + piece, after) - before;

@@ -41,7 +41,8 @@ struct RowsOfWeight {
   const Int8Table* table;      // see linear_int8
   const void* plain;           // [n, k]
   std::size_t first, n, k;
-  const void* bias;  // [n], or null
+  const void* bias;      // [n], or null
+  bool rotated = false;  // rotate x, before it is rounded to 8 bits
 };
 
 struct LlamaBlock {

@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from fdk_cpu import blockwise as blockwise
+from fdk_cpu import rotation as rotation
 from fdk_cpu import rounding as rounding
 from fdk_cpu.backend import CpuBackend, CpuLayout, register_backends
 from fdk_cpu.memory import copy_memory, read_sum

@@ -173,6 +173,9 @@ def round_columns(
     threads: int,
     /,
 ) -> None: ...
+def rotate(
+    activation: str, x: Bytes, block: int, inverse: bool, y: Bytes, threads: int, /
+) -> None: ...
 def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
 def pack_codes(
     n: int, k: int, group_size: int, bits: int, packed: Bytes, codes: Bytes, threads: int, /
@@ -197,7 +200,8 @@ def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def set_instruction_set(name: str, /) -> None: ...
 
-# (plain, n, k, bias), or (weight, first row, n, bias, None or (levels, step, offset)).
+# (plain, n, k, bias), or (weight, first row, n, bias, None or (levels, step, offset), whether to
+# rotate x).
 Rows = tuple[object, ...]
 
 class DecodeStep:

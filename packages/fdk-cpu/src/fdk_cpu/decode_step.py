@@ -14,6 +14,7 @@ from fdk_cpu.native_args import FLOAT_NAMES, bytes_of, check_contiguous_cpu
 from fdk_cpu.runtime import num_threads
 from fdk_formats import QuantisedLinear
 from fdk_formats.fuse import FusedRows
+from fdk_formats.rotated_layout import RotatedLayout
 
 STRIPE = 4  # rows of a weight that the layout stores together
 
@@ -217,19 +218,28 @@ class DecodeStep:
         int8 = None
         if isinstance(layout, CpuInt8Layout):
             int8 = bytes_of(layout.levels), layout.step, layout.offset
-        return self._weights[id(layout)], first, layer.out_features, bias, int8
+        is_rotated = layer.format.rotation is not None
+        return self._weights[id(layout)], first, layer.out_features, bias, int8, is_rotated
 
 
 def _cpu_layout(layer: QuantisedLinear) -> tuple[CpuLayout, int]:
-    """Return the packed weight that has the rows of a layer, and the first of them."""
+    """Return the packed weight that has the rows of a layer, and the first of them.
+
+    That of a layer that rotates x is the one in the unrotated format.
+    """
     layout, first = layer.layout, 0
     if isinstance(layout, FusedRows):
-        first, product = layout.product.spans[layout.index][0], layout.product.layout
+        first, product = layout.product.spans[layout.index][0], _unrotated(layout.product.layout)
         if first % STRIPE == 0:
             layout = product
         else:  # rows from within a stripe on
             kind = type(product)
             assert issubclass(kind, CpuLayout)
-            layout, first = kind(layer.quantised), 0
+            layout, first = kind(layer.quantised.unrotated), 0
+    layout = _unrotated(layout)
     assert isinstance(layout, CpuLayout)
     return layout, first
+
+
+def _unrotated(layout: Any) -> Any:
+    return layout.layout if isinstance(layout, RotatedLayout) else layout

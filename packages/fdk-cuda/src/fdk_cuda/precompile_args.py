@@ -12,6 +12,8 @@ Layer = tuple[Format | str, int, int]
 def checked_layers(caller: str, layers: Iterable[Layer]) -> list[tuple[Format, int, int]]:
     """Returns format, n and k of each layer, without layers of n = 0, which need no kernel.
 
+    The kernels of a rotated format are those of the unrotated one.
+
     Args:
         caller: function named in errors.
         layers: format or its short form, n and k of each.
@@ -32,7 +34,7 @@ def checked_layers(caller: str, layers: Iterable[Layer]) -> list[tuple[Format, i
             raise ValueError(f"{caller}: n of {format} must be at least 0, got {n}")
         format.group_size_for(k)
         if n > 0:
-            checked.append((format, n, k))
+            checked.append((format.unrotated, n, k))
     return checked
 
 

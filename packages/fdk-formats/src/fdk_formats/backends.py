@@ -27,7 +27,8 @@ class Problem:
     """A product that a backend may support: a weight ``[n, k]``, or a stack, and its activations.
 
     Attributes:
-        format: format of the weight.
+        format: format of the weight. No backend supports a rotated one: a layer rotates x, and its
+            product is that of the unrotated format, see ``RotatedLayout``.
         n: outputs.
         k: inputs.
         dtype: dtype of x and y.
@@ -320,6 +321,8 @@ def unsupported_reasons(problem: Problem) -> dict[str, str | None]:
 
 def _unsupported(backend: Backend, problem: Problem) -> str | None:
     """Returns why a backend does not support a problem, or None; most have no stacks."""
+    if problem.format.rotation is not None:
+        return f"multiplies x as it is: rotate it, and ask for {problem.format.unrotated}"
     if problem.experts is not None and not isinstance(backend, ExpertBackend):
         return "has no kernels for stacks of experts"
     return backend.unsupported(problem)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.encode import CodebookEncoder
+from fdk_formats.rotation import rotate
 from fdk_formats.rounding import round_columns_for
 from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
 
@@ -75,6 +76,14 @@ class Hessian:
     def to(self, device: torch.device) -> "Hessian":
         """Returns the moments on another device."""
         return self if self.matrix.device == device else Hessian(self.matrix.to(device))
+
+    @cached_property
+    def rotated(self) -> "Hessian":
+        """The moments of rotated inputs, ``R H R^T``; see ``fdk_formats.rotation``."""
+        moments = rotate(rotate(self.matrix).T)
+        moments = (moments + moments.T) / 2
+        moments.diagonal().clamp_(min=0)  # a rotated input that is always zero, but for rounding
+        return Hessian(moments)
 
     @cached_property
     def order(self) -> Tensor:

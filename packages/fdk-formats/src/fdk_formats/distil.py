@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fdk_formats.compensate import unit_values
 from fdk_formats.packing import pack
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
 from fdk_formats.tensor import QuantisedTensor
 
@@ -351,7 +352,10 @@ class _Trained:
     @torch.no_grad()
     def write(self) -> None:
         """Writes the values to the weight, and zeroes the gradients."""
-        self.weight.copy_(self.grid().decode(self.codes, slice(None), torch.float32))
+        values = self.grid().decode(self.codes, slice(None), torch.float32)
+        if self.q.format.rotation is not None:
+            values = rotate(values, inverse=True)
+        self.weight.copy_(values)
         self.zero_gradients()
 
     @torch.no_grad()
@@ -359,8 +363,11 @@ class _Trained:
         """Sums the weight's gradient up to those of scales and codebook, and frees it."""
         assert weight.grad is not None
         assert self.change.grad is not None
-        grid, grad = self.grid(), weight.grad.float().view(*self.start.shape, -1)
+        grid, grad = self.grid(), weight.grad.float()
         weight.grad = None
+        if self.q.format.rotation is not None:
+            grad = rotate(grad)
+        grad = grad.view(*self.start.shape, -1)
         scale = decode_scale(grid.scale)
         unit = unit_values(grid, self.codes).view(grad.shape)
         self.change.grad += unit.mul_(grad).sum(-1) * scale

@@ -19,6 +19,8 @@ from fdk_formats.expert_ops import routed_sum
 from fdk_formats.format import Format
 from fdk_formats.packed_module import PackedModule, compute_dtype, copied_parameter
 from fdk_formats.quantise import quantise_stack
+from fdk_formats.rotated_layout import RotatedExpertLayout
+from fdk_formats.rotation import rotate
 from fdk_formats.stored_weight import StoredWeight, zero_weight
 from fdk_formats.tensor import CanonicalWeight, QuantisedStack
 from fdk_formats.torch_internals import without_dispatch_modes
@@ -286,8 +288,11 @@ class QuantisedExpertLinear(PackedModule):
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
         eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
         ids = torch.arange(self.num_experts, device=self._layout_device)
-        weight: Tensor = layout.forward(eye, ids.expand(self.in_features, -1))
-        return weight.permute(1, 2, 0)
+        is_rotated = isinstance(layout, RotatedExpertLayout)  # exact before it is rotated back
+        unrotated = layout.layout if is_rotated else layout
+        products: Tensor = unrotated.forward(eye, ids.expand(self.in_features, -1))
+        weight = products.permute(1, 2, 0)
+        return rotate(weight, inverse=True) if is_rotated else weight
 
     def extra_repr(self) -> str:
         """Shows the sizes, format and backend."""

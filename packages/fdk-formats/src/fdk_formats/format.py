@@ -36,9 +36,15 @@ SCALE_DTYPES = {
     "e8m0": torch.uint8,
 }
 ZERO_POINT_TOKENS = {"zint": "int", "zfloat": "float"}
+ROTATIONS = ("hadamard",)
+# Blocks of a rotation: the largest power of two that divides k, within these bounds. Files depend
+# on the upper one. Below the lower one an outlier has too few neighbours to spread over.
+MAX_ROTATION_BLOCK = 256
+MIN_ROTATION_BLOCK = 16
 GRAMMAR = (
-    "<codebook><bits>-<g16, g32, ... or row>[-<scale rule>][-<scale dtype>][-zint], "
-    "for example kmeans4-g64, int1-g64-absmean, nf4-row-fp16, affine4-g128-zint"
+    "<codebook><bits>-<g16, g32, ... or row>[-<scale rule>][-<scale dtype>][-zint][-hadamard], "
+    "for example kmeans4-g64, int1-g64-absmean, nf4-row-fp16, affine4-g128-zint, "
+    "kmeans2-g64-hadamard"
 )
 
 
@@ -51,6 +57,9 @@ class Format:
         codebook formats  W_hat[i, j] = codebook[code[i, j]] * scale[i, j // G]
         affine formats    W_hat[i, j] = (code[i, j] - zero_point[i, j // G]) * scale[i, j // G]
 
+    With a rotation that is ``decode(codes)``, and ``W_hat = decode(codes) @ R``: a layer rotates
+    its inputs by R, see ``fdk_formats.rotation``.
+
     ``str(format)`` is the short form that ``Format.parse`` reads; ``GRAMMAR`` describes it.
 
     Attributes:
@@ -62,6 +71,7 @@ class Format:
             ``absmean`` up to 2 bits, ``absmax`` above, ``minmax`` for affine.
         scale_dtype: ``bf16``, ``fp16``, ``fp32``, or ``e8m0`` (a power of two in one byte).
         zero_point: ``float`` (stored like a scale) or ``int`` (one byte) for affine formats.
+        rotation: ``hadamard`` to rotate the inputs in blocks, or None.
 
     Raises:
         ValueError: if the fields do not go together, naming the field and its choices.
@@ -77,6 +87,7 @@ class Format:
     scale_rule: str | None = None
     scale_dtype: str = "bf16"
     zero_point: str | None = None
+    rotation: str | None = None
 
     def __post_init__(self) -> None:
         if self.codebook not in CODEBOOK_BITS:
@@ -114,6 +125,9 @@ class Format:
             raise ValueError(
                 f"format: zero_point of {self.codebook} must be {wanted}, got {self.zero_point!r}"
             )
+        if self.rotation not in (None, *ROTATIONS):
+            wanted = " or ".join(ROTATIONS)
+            raise ValueError(f"format: rotation must be {wanted} or None, got {self.rotation!r}")
 
     @property
     def is_affine(self) -> bool:
@@ -178,6 +192,11 @@ class Format:
         return self.zero_point == "int"
 
     @property
+    def unrotated(self) -> "Format":
+        """The format of ``decode(codes)``: the same one without its rotation."""
+        return self if self.rotation is None else replace(self, rotation=None)
+
+    @property
     def stored_scale_dtype(self) -> torch.dtype:
         """The torch dtype in which scales are stored; uint8 for ``e8m0``."""
         return SCALE_DTYPES[self.scale_dtype]
@@ -239,20 +258,42 @@ class Format:
             parts.append(self.scale_dtype)
         if self.has_integer_zero_point:
             parts.append("zint")
+        if self.rotation is not None:
+            parts.append(self.rotation)
         return "-".join(parts)
 
     def group_size_for(self, k: int) -> int:
         """Returns the group size for rows of ``k`` weights.
 
         Raises:
-            ValueError: if ``k`` is not a positive multiple of the group size, or below 1.
+            ValueError: if ``k`` is not a positive multiple of the group size, or below 1; or if its
+                inputs cannot be rotated, see ``rotation_block``.
         """
         size = k if self.group_size is None else self.group_size
         if k < 1 or k % size:
             whole = self.group_size is None
             wanted = "at least 1" if whole else f"a positive multiple of {size}"
             raise ValueError(f"{self}: k must be {wanted}, got k={k}{self._fitting(k)}")
+        self.rotation_block(k)
         return size
+
+    def rotation_block(self, k: int) -> int | None:
+        """Returns the inputs in a block of the rotation of ``k`` inputs; None without rotation.
+
+        It is the largest power of two that divides ``k``, 256 at most.
+
+        Raises:
+            ValueError: if it is less than 16.
+        """
+        if self.rotation is None:
+            return None
+        block = power_of_two_in(k)
+        if block < MIN_ROTATION_BLOCK:
+            raise ValueError(
+                f"{self}: k must be a multiple of {MIN_ROTATION_BLOCK} to be rotated, got k={k}; "
+                f"{self.unrotated} fits"
+            )
+        return block
 
     def _fitting(self, k: int) -> str:
         """Names the format with the largest usual groups that fit k, or whole rows."""
@@ -271,6 +312,11 @@ class Format:
         return self.bits + 8 * group_bytes / self.group_size_for(k)
 
 
+def power_of_two_in(k: int) -> int:
+    """Returns the largest power of two that divides ``k``, ``MAX_ROTATION_BLOCK`` at most."""
+    return min(k & -k, MAX_ROTATION_BLOCK)
+
+
 def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
     if part == "row":
         return "group_size", None
@@ -282,6 +328,8 @@ def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
         return "scale_dtype", part
     if part in ZERO_POINT_TOKENS:
         return "zero_point", ZERO_POINT_TOKENS[part]
+    if part in ROTATIONS:
+        return "rotation", part
     raise ValueError(f"format: {part!r} in {text!r} is not understood: {GRAMMAR}")
 
 

@@ -21,6 +21,7 @@ from fdk_formats import tensor_parallel
 from fdk_formats.backends import Layout, NoBackendError
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.packed_module import compute_dtype
+from fdk_formats.rotated_layout import RotatedLayout
 from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import in_place_version
@@ -201,6 +202,33 @@ def product_of(layers: Sequence[nn.Module]) -> "Product | None":
         return None
     in_order = [layout.index for layout in fused] == list(range(len(product.spans)))
     return product if in_order else None
+
+
+def unrotated_layouts(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[Layout]:
+    """Returns the layouts to call with an x of layers that is rotated once for all of them.
+
+    Calling them is calling the layers without their hooks.
+
+    Args:
+        layers: layers of one input, with biases of its dtype or none.
+        dtype: dtype of x.
+
+    Returns:
+        A layout for each layer; none where a layer does not rotate x, permutes or casts it, or is
+        the only one.
+    """
+    if len(layers) < 2:
+        return []
+    found = []
+    for layer in layers:
+        if type(layer) is not QuantisedLinear or layer.format.rotation is None:
+            return []
+        layout, bias = layer.layout, layer.bias
+        is_plain = layer.input_permutation is None and (bias is None or bias.dtype == dtype)
+        if not is_plain or type(layout) is not RotatedLayout or dtype not in layout.dtypes:
+            return []
+        found.append(layout.layout)
+    return found
 
 
 def concatenated(weights: Sequence[QuantisedTensor]) -> QuantisedTensor:

@@ -17,6 +17,8 @@ from fdk_formats.packed_module import (
 )
 from fdk_formats.quantise import quantise
 from fdk_formats.quantised_module import PREFIX
+from fdk_formats.rotated_layout import RotatedLayout
+from fdk_formats.rotation import rotate
 from fdk_formats.stored_weight import StoredWeight, zero_weight
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import constant_in_graphs, may_autocast
@@ -30,6 +32,9 @@ class QuantisedLinear(PackedModule, nn.Linear):
     ``weight_zero_point``; and ``bias``. At the first call a backend packs them into the layout of
     its kernels, which then holds their values; they are packed again after they were replaced,
     moved or written to.
+
+    A rotated format (``"kmeans2-g64-hadamard"``) rotates x before the product, see
+    ``fdk_formats.rotation``.
 
     ``x :: [..., k]`` may have any dtype that the backend has kernels for; y has the dtype of x.
     Under autocast x is cast as for ``nn.Linear``. Gradients reach x and the bias; the quantised
@@ -264,7 +269,8 @@ class QuantisedLinear(PackedModule, nn.Linear):
         return tensor_parallel.call(self, x, dtype)
 
     def _dequantised_in_graph(self) -> Tensor:
-        if self.activations != "float":  # x would be rounded
+        is_fused = self.group is not None and self.format.rotation is not None
+        if self.activations != "float" or is_fused:  # x would be rounded, or rotated
             make_eager_calls()
             outside: Tensor = EAGER["dequantise"](self)
             return outside
@@ -272,6 +278,12 @@ class QuantisedLinear(PackedModule, nn.Linear):
         layout = self._layout_in_graph()
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
         eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
+        if isinstance(layout, RotatedLayout):  # exact before it is rotated back
+            rotated: Tensor = layout.layout.forward(eye).t()
+            stored = rotate(rotated, inverse=True)
+            if self.input_permutation is None:
+                return stored
+            return stored.index_select(1, self.input_permutation.argsort())
         if self.input_permutation is not None:
             eye = eye.index_select(1, self.input_permutation)
         weight: Tensor = layout.forward(eye).t()

@@ -11,6 +11,7 @@ from fdk_formats.format import Format
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.quantise import check_stack_arguments, checked_codebook, of_expert
+from fdk_formats.rotation import rotate, rotated_importance
 from fdk_formats.scales import (
     CACHED_CHUNK,
     Grid,
@@ -74,6 +75,18 @@ def fake_quantise(
     wanted, parsed = weight.dtype if dtype is None else dtype, Format.parse(format)
     if weight.ndim == 3:
         return _of_stack(weight, parsed, codebook, importance, scale_log2, wanted)
+    if parsed.rotation is not None:
+        check_weight(weight)
+        parsed.group_size_for(weight.shape[1])
+        W_hat = fake_quantise(
+            rotate(weight.to(torch.float32)),
+            parsed.unrotated,
+            codebook,
+            importance=None if importance is None else rotated_importance(importance),
+            scale_log2=scale_log2,
+            dtype=wanted,
+        )
+        return rotate(W_hat, inverse=True)
     table = None if codebook is None else codebook.sort().values
     result: Tensor = _op(weight, table, scale_log2, importance, str(parsed), wanted)[0]
     return result

@@ -1,6 +1,7 @@
 """Quantising one weight: fit scales and codebook, encode, pack."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from fdk_formats.compensate import Hessian, compensate
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, packed_width
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import GroupedWeight, check_codebook, check_weight
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 
@@ -35,7 +37,9 @@ def quantise(
         format: what to store, for example ``"kmeans4-g64"``.
         importance: ``[k]`` or ``[n, k]``, not negative: the weight of each squared error, such as
             a diagonal Fisher or the second moments of the inputs. Only ``kmeans`` and ``search``
-            use it; other formats have nothing to choose.
+            use it; other formats have nothing to choose. A rotated format uses its mean over each
+            block of the rotation: that of rotated inputs if inputs are uncorrelated. A ``hessian``
+            knows how they are correlated.
         codebook: ``[2^bits]`` ascending values in units of the scale: required for ``custom``,
             optional for ``kmeans`` (one fitted earlier, for training with a frozen codebook).
         weight_by_scale: True for a k-means that minimises the error of the weight; False for that
@@ -66,6 +70,17 @@ def quantise(
         if importance is not None:
             raise ValueError("quantise: wanted importance or hessian, got both")
         hessian = _checked_hessian(hessian, weight)
+        if format.rotation is not None:
+            format.group_size_for(weight.shape[1])
+            q = quantise(
+                rotate(weight.detach().to(torch.float32)),
+                format.unrotated,
+                codebook=codebook,
+                weight_by_scale=weight_by_scale,
+                hessian=hessian.rotated,
+                scale_log2=scale_log2,
+            )
+            return replace(q, format=format)
         importance = hessian.diagonal
     grouped = GroupedWeight.of(weight, format, importance)
     grid = grouped.fit(

@@ -76,7 +76,7 @@ def rounding_kernels_for(device: torch.device, entries: int) -> RoundingKernels 
     """
     if not 1 < entries <= MAX_ENTRIES or is_traced():
         return None
-    return _find(_REGISTERED, device)
+    return find_kernel(_REGISTERED, device)
 
 
 def register_round_columns(
@@ -109,11 +109,12 @@ def register_round_columns(
 
 def round_columns_for(device: torch.device, entries: int) -> RoundColumns | None:
     """Returns the kernel for a device and a number of distinct entries, or None."""
-    kernel, max_entries = _find(_COLUMNS, device) or (None, 0)
+    kernel, max_entries = find_kernel(_COLUMNS, device) or (None, 0)
     return kernel if 1 < entries <= max_entries else None
 
 
-def _find(registry: dict[str, K], device: torch.device) -> K | None:
+def find_kernel(registry: dict[str, K], device: torch.device) -> K | None:
+    """Returns what a registry has for the type of a device, or None."""
     if device.type not in registry:
         from fdk_formats.backends import all_backends
 

@@ -17,6 +17,7 @@ from fdk_formats.encode import CodebookEncoder, affine_codes, divide, weighted_s
 from fdk_formats.format import SCALE_DTYPES, Format
 from fdk_formats.kmeans import Samples, fit_centroids, refit_centroids
 from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.rotation import rotate, rotated_importance
 from fdk_formats.rounding import rounding_kernels_for
 
 # The mantissa bits of sqrt(2) in float32: a larger mantissa is nearer, in log, to the next power.
@@ -187,12 +188,14 @@ class Chunk:
         groups: ``[rows, k/G, G, float32]``.
         importance: ``[1 or rows, k/G, G, float64]``, or None for all ones.
         is_checked: whether ``check_finite`` reads values.
+        unrotated: the rows as they were given, ``[rows, k]``, if they were rotated.
     """
 
     rows: slice
     groups: Tensor
     importance: Tensor | None
     is_checked: bool = True
+    unrotated: Tensor | None = None
 
     def check_finite(self, per_group: Tensor) -> None:
         """Raises ValueError naming the first NaN or infinity, if a statistic of a group shows one.
@@ -203,6 +206,8 @@ class Chunk:
         if not self.is_checked or torch.isfinite(per_group).all():
             return
         flat = self.groups.flatten(1)  # [rows, k]
+        if self.unrotated is not None and not torch.isfinite(self.unrotated).all():
+            flat = self.unrotated  # a rotation spreads what is not finite, and may overflow
         row, column = (~torch.isfinite(flat)).nonzero()[0].tolist()
         raise ValueError(
             f"quantise: weight must be finite in float32, got {flat[row, column].item()} "
@@ -213,6 +218,9 @@ class Chunk:
 @dataclass(frozen=True)
 class GroupedWeight:
     """A checked weight ``[n, k]`` in groups that share a scale.
+
+    The weight of a rotated format is rotated where its chunks are made; its importance is that of
+    the rotated one.
 
     Only one chunk of rows at a time is converted to float32, so that the extra memory of
     quantising does not grow with the weight. Made by ``GroupedWeight.of``.
@@ -262,6 +270,8 @@ class GroupedWeight:
             raise TypeError(f"quantise: importance must be a tensor, got {got}")
         importance = importance.detach()
         peak = _importance_peak(importance, weight)
+        if format.rotation is not None:
+            importance = rotated_importance(importance)
         return cls(weight, format, group_size, importance, peak, is_checked)
 
     @property
@@ -276,8 +286,11 @@ class GroupedWeight:
         step = max(1, (size or CODES_PER_CHUNK) // k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            groups, importance = self._grouped(self.weight[rows]), self._importance_of(rows)
-            yield Chunk(rows, groups, importance, self.is_checked)
+            own, unrotated = self.weight[rows], None
+            if self.format.rotation is not None:
+                own, unrotated = rotate(own.to(torch.float32)), own
+            groups, importance = self._grouped(own), self._importance_of(rows)
+            yield Chunk(rows, groups, importance, self.is_checked, unrotated)
 
     def _importance_of(self, rows: slice) -> Tensor | None:
         if self.importance is None:

@@ -21,6 +21,7 @@ from fdk_formats.backends import ExpertLayout, Layout, Problem, select
 from fdk_formats.format import Format
 from fdk_formats.packing import packed_width
 from fdk_formats.reserved_memory import ReservedMemory
+from fdk_formats.rotated_layout import RotatedExpertLayout, RotatedLayout
 from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import (
     map_tensors,
@@ -289,9 +290,14 @@ def problem_of(
     device: torch.device,
     activations: str = "float",
 ) -> Problem:
-    """Returns the problem of a weight ``[n, k]`` or a stack ``[experts, n, k]``."""
+    """Returns the problem of a weight ``[n, k]`` or a stack ``[experts, n, k]``.
+
+    That of a rotated format is the product with rotated x.
+    """
     *experts, n, k = shape
-    return Problem(format, n, k, dtype, device, activations, experts[0] if experts else None)
+    return Problem(
+        format.unrotated, n, k, dtype, device, activations, experts[0] if experts else None
+    )
 
 
 def pack_with(
@@ -308,11 +314,15 @@ def pack_with(
     # Autograd cannot save tensors made in inference mode, and a gradient needs the layout's.
     with torch.inference_mode(False), torch.no_grad():
         tensors = {name: t.clone() if t.is_inference() else t for name, t in q.tensors().items()}
-        q = _with_own_codebook(weight_of(q.format, q.shape, tensors))
+        format = q.format
+        q = _with_own_codebook(weight_of(format.unrotated, q.shape, tensors))
         pack = chosen.pack_stack if isinstance(q, QuantisedStack) else chosen.pack
         layout = pack(q, dtype=dtype, **rounded)
     if not layout.dtypes:
         layout.dtypes = (dtype,)
+    if format.rotation is not None:
+        rotated: Any = RotatedExpertLayout if len(q.shape) == 3 else RotatedLayout
+        layout = rotated(layout, format)
     return layout, chosen.name
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import decode, decode_scale
 
 # The largest finite float16, to which dequantise and kernels round a codebook.
@@ -217,6 +218,9 @@ class QuantisedTensor(CanonicalWeight):
         before or after their accumulation get the same bits: a product of bf16 or fp16 values is
         exact in float32.
 
+        With a rotation, that is what kernels multiply rotated x with. ``W_hat`` is those values
+        rotated back in float32, and rounded to ``dtype`` again.
+
         Args:
             dtype: a floating dtype.
 
@@ -241,7 +245,13 @@ class QuantisedTensor(CanonicalWeight):
         codes = unpack(self.packed[rows], self.format.bits, self.shape[1])
         codes = codes.view(len(codes), -1, self.group_size)  # [rows, k/G, G]
         zero = None if self.zero_point is None else self.zero_point[rows]
-        return decode(codes, self.scale[rows], self.codebook, zero, dtype)
+        decoded = decode(codes, self.scale[rows], self.codebook, zero, dtype)
+        return decoded if self.format.rotation is None else rotate(decoded, inverse=True)
+
+    @property
+    def unrotated(self) -> "QuantisedTensor":
+        """The same tensors in the format without rotation: what multiplies rotated x."""
+        return replace(self, format=self.format.unrotated)
 
 
 @dataclass(frozen=True, eq=False)

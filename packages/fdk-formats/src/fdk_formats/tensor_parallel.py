@@ -2,8 +2,9 @@
 
 ``torch.distributed.tensor.parallel.parallelize_module`` shards a quantised layer as it shards
 ``nn.Linear``. Column-wise, codes, scales, zero points and bias are cut along n. Row-wise, codes,
-scales and zero points are cut along k, at whole groups and whole bytes; a scale for whole rows is
-replicated. The codebook is replicated.
+scales and zero points are cut along k, at whole groups, whole bytes and whole blocks of a rotation;
+a scale for whole rows is replicated. The codebook is replicated. Each process rotates its part of x
+alone: a part of whole blocks has blocks of the same size.
 """
 
 import sys
@@ -207,7 +208,7 @@ def _ranks_along_k(layer: "QuantisedModule") -> int:
 
 
 def check_cut(format: Format, k: int, ranks: int, remedy: str) -> None:
-    """Checks that a weight can be cut along k, at whole groups and whole bytes of codes.
+    """Checks that a weight can be cut along k: at whole groups, bytes of codes, rotated blocks.
 
     Args:
         format: format of the weight.
@@ -219,6 +220,13 @@ def check_cut(format: Format, k: int, ranks: int, remedy: str) -> None:
         ValueError: if it cannot, with the format that can.
     """
     group_size = format.group_size_for(k)
+    block = format.rotation_block(k)
+    if block is not None and k % (ranks * block):
+        raise ValueError(
+            f"QuantisedLinear: {format} of k={k} cannot be cut into {ranks} along k: each part "
+            f"needs whole blocks of {block} rotated inputs, and k/{ranks} is {k / ranks:g}; "
+            f"{remedy}, or quantise without rotation ({format.unrotated})"
+        )
     group = 1 if group_size == k else group_size
     if k % (ranks * group) == 0 and (k // ranks * format.bits) % 8 == 0:
         return

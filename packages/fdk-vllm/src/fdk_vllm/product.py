@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.fuse import concatenated
+from fdk_formats.rotation import rotate
 from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
 from fdk_vllm.gates import Gate
@@ -97,14 +98,16 @@ class PackedWeights:
         plain = (bool, int, float, str, tuple)
         return [
             {name: value for name, value in vars(layout).items() if isinstance(value, plain)}
-            for layout in self.layouts
+            for outer in self.layouts
+            for layout in outer.modules()  # of a rotated format: the one that it wraps
         ]
 
 
 class Product(PackedWeights):
     """``x @ W_hat.T + bias`` of weights with one input, as few kernels as their codebooks allow.
 
-    Neighbours of one format, codebook and order of inputs are one product.
+    Neighbours of one format, codebook and order of inputs are one product. Where several products
+    rotate the same x, it is rotated once.
 
     Args:
         weights: the weights, in the order of their rows.
@@ -132,10 +135,16 @@ class Product(PackedWeights):
             concatenated([weight.q for weight in group]) if len(group) > 1 else group[0].q
             for group in groups
         ]
+        permuted = any(permutation is not None for permutation in self.permutations)
+        self.rotates = not permuted and all(q.format.rotation is not None for q in joined)
+        if self.rotates:
+            joined = [q.unrotated for q in joined]
         super().__init__(joined, dtype, backend, activations)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns ``[..., n]`` for ``x :: [..., k]``."""
+        if self.rotates:
+            x = rotate(x)
         if len(self.layouts) == 1:
             return self._part(0, x, bias)
         return torch.cat(
@@ -162,7 +171,7 @@ class Product(PackedWeights):
         }
 
     def _constants(self) -> list[object]:
-        return [*super()._constants(), self.spans]
+        return [*super()._constants(), self.spans, self.rotates]
 
 
 class ExpertProduct(PackedWeights):

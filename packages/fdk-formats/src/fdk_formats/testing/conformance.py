@@ -1,17 +1,21 @@
-"""Conformance of a backend: exact decode, numerics, in-place work, golden bytes, bad input."""
+"""Conformance of a backend: decode, numerics, rotated x, in-place work, golden bytes, bad input."""
 
 import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from fdk_formats.backends import Backend, Layout
+from fdk_formats.format import MIN_ROTATION_BLOCK, power_of_two_in
 from fdk_formats.packing import pack
+from fdk_formats.rotated_layout import RotatedLayout
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing.cases import Case
@@ -22,7 +26,7 @@ DECODE_CALLS = 24
 
 
 def check_backend(backend: Backend, case: Case) -> None:
-    """Runs all five checks on one case.
+    """Runs all six checks on one case.
 
     Args:
         backend: the backend to test.
@@ -35,6 +39,7 @@ def check_backend(backend: Backend, case: Case) -> None:
     assert reason is None, f"{backend.name} does not support {case.problem}: {reason}"
     check_decode(backend, case)
     check_numerics(backend, case)
+    check_rotated(backend, case)
     check_in_place(backend, case)
     check_golden(backend, case)
     check_bad_input(backend, case)
@@ -145,6 +150,24 @@ def allowed_error(
     return 2 * max(nrmse(torch_y, oracle), sequential)
 
 
+def check_rotated(backend: Backend, case: Case) -> None:
+    """Checks the product with rotated x, as layers of a rotated format compute it."""
+    if power_of_two_in(case.k) < MIN_ROTATION_BLOCK:
+        return
+    q, x = case.quantised(), case.random(case.m, case.k)
+    format = replace(case.format, rotation="hadamard")
+    layout = RotatedLayout(backend.pack(q, dtype=case.dtype), format)
+    with poisoned():
+        y = layout(x)
+    W_hat = exact_weight(layout.unpack(), case.dtype)
+    oracle = linear(x.double(), W_hat)
+    torch_y = linear(rotate(x), q.dequantise(case.dtype))
+    typical = float(linear(x.double().square(), W_hat.square()).sum().sqrt())
+    error, allowed = nrmse(y, oracle), allowed_error(torch_y, oracle, case.k, typical)
+    assert error <= allowed, f"rotated {case}: error {error:.3e}, allowed {allowed:.3e}"
+    assert layout.unpack().format == format, f"rotated {case}: another format comes back"
+
+
 def check_in_place(backend: Backend, case: Case, activations: str = "float") -> None:
     """Checks that y and dx may be changed in place under autograd, like those of nn.Linear.
 
@@ -180,7 +203,8 @@ def exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
     else:
         assert q.zero_point is not None
         values = codes.double() - q.zero_point[..., None].double()
-    return (values * decode_scale(q.scale)[..., None].double()).view(q.shape)
+    decoded = (values * decode_scale(q.scale)[..., None].double()).view(q.shape)
+    return decoded if q.format.rotation is None else rotate(decoded, inverse=True)
 
 
 def check_golden(backend: Backend, case: Case) -> None:

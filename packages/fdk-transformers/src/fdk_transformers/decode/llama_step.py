@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats import QuantisedLinear
-from fdk_formats.fuse import product_of
+from fdk_formats.fuse import product_of, unrotated_layouts
+from fdk_formats.rotation import rotate
 from fdk_transformers.decode.llama_ops import HeadNorm, LlamaOps, TorchOps, TritonOps, has_kernels
 from fdk_transformers.graph_step import GraphStep
 
@@ -204,6 +205,13 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
         for weight, part in zip(weights, out.split(sizes, -1), strict=True):
             gemv(x, weight, part)
         return out
+    layouts = unrotated_layouts(layers, x.dtype)
+    if layouts:
+        rotated = rotate(x)
+        parts: list[Tensor] = [
+            layout(rotated, layer.bias) for layout, layer in zip(layouts, layers, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
     ys: list[Tensor] = [layer(x) for layer in layers]
     return ys[0] if len(ys) == 1 else torch.cat(ys, dim=-1)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,6 +117,18 @@ def test_kernels_of_the_device_give_the_bits_of_torch():
                 x = values(5, k, dtype=dtype)
                 wanted = rotate_in_torch(x, min(k & -k, 256), inverse)
                 assert torch.equal(rotate(x, inverse=inverse), wanted), (k, dtype, inverse)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_x_stays_as_it_is(rows, dtype, inverse):
+    x = values(rows, 16, dtype=dtype)
+    before = x.clone()
+    rotated = rotate_in_torch(x, 16, inverse)
+    assert torch.equal(x, before)
+    back = rotate_in_torch(rotated, 16, not inverse)
+    torch.testing.assert_close(back, before)
 
 
 def test_bad_input():
@@ -482,9 +495,15 @@ def test_inputs_that_cannot_be_rotated():
 def test_backends_refuse_rotated_formats(experts, backend):
     format = Format.parse(FORMAT)
     problem = Problem(format, N, K, torch.float32, torch.device("cpu"), experts=experts)
-    wanted = "multiplies x as it is: rotate it, and ask for kmeans3-g32$"
+    wanted = "multiplies x as it is: rotate x, and use the weight as kmeans3-g32$"
     with pytest.raises(NoBackendError, match=wanted):
         select(problem, backend)
+    chosen = select(replace(problem, format=format.unrotated), backend)
+    weights = values(experts or 1, N, K)
+    q = quantise(weights[0], format) if experts is None else quantise_stack(weights, format)
+    pack = chosen.pack if experts is None else chosen.pack_stack
+    with pytest.raises(ValueError, match=f"{FORMAT}: a backend {wanted}"):
+        pack(q, dtype=torch.float32)
 
 
 def test_cuts_keep_blocks_whole():

@@ -19,6 +19,7 @@ from fdk_formats.backends import (
     Problem,
     all_reasons,
     check_activations,
+    check_unrotated,
     no_activations,
     register,
     wrong_dtype,
@@ -156,7 +157,7 @@ class CpuBackend:
                 ``dtype``, and for ``activations`` that no ``Problem`` has.
         """
         check_activations(activations)
-        _check_dtype(q, dtype)
+        _check(q, dtype)
         kind = CpuLayout if activations == "float" else CpuInt8Layout
         return kind(q, batch_invariant=self.batch_invariant)
 
@@ -164,11 +165,12 @@ class CpuBackend:
         self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
     ) -> ExpertLayout:
         """See ``ExpertBackend``; raises as ``pack``."""
-        _check_dtype(stack, dtype)
+        _check(stack, dtype)
         return CpuExpertLayout(stack, batch_invariant=self.batch_invariant)
 
 
-def _check_dtype(q: QuantisedTensor | QuantisedStack, dtype: torch.dtype) -> None:
+def _check(q: QuantisedTensor | QuantisedStack, dtype: torch.dtype) -> None:
+    check_unrotated(q.format)
     if dtype not in FLOAT_NAMES:
         wanted = ", ".join(map(str, FLOAT_NAMES))
         raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")

@@ -319,10 +319,23 @@ def unsupported_reasons(problem: Problem) -> dict[str, str | None]:
     }
 
 
+def check_unrotated(format: Format) -> None:
+    """Checks that a backend may pack a weight of a format.
+
+    Raises:
+        ValueError: if the format is rotated.
+    """
+    if format.rotation is not None:
+        raise ValueError(f"{format}: a backend {_ROTATED.format(format.unrotated)}")
+
+
+_ROTATED = "multiplies x as it is: rotate x, and use the weight as {}"
+
+
 def _unsupported(backend: Backend, problem: Problem) -> str | None:
     """Returns why a backend does not support a problem, or None; most have no stacks."""
     if problem.format.rotation is not None:
-        return f"multiplies x as it is: rotate it, and ask for {problem.format.unrotated}"
+        return _ROTATED.format(problem.format.unrotated)
     if problem.experts is not None and not isinstance(backend, ExpertBackend):
         return "has no kernels for stacks of experts"
     return backend.unsupported(problem)

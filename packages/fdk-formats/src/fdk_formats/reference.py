@@ -9,6 +9,7 @@ from fdk_formats.backends import (
     Layout,
     Problem,
     all_reasons,
+    check_unrotated,
     no_activations,
     register,
     wrong_dtype,
@@ -242,12 +243,14 @@ class ReferenceBackend:
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
+        check_unrotated(q.format)
         return ReferenceLayout(q, activations)
 
     def pack_stack(
         self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
     ) -> ExpertLayout:
         """See ``ExpertBackend``."""
+        check_unrotated(stack.format)
         return ReferenceExpertLayout(stack)
 
 

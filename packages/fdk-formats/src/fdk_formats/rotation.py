@@ -113,10 +113,10 @@ def rotate_in_torch(x: Tensor, block: int, inverse: bool) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     signs = signs_on(x.device, wide)[:block, None]
     # Butterflies over rows of a matrix [B, blocks] are long vectors, those within a block are not.
-    values = x.view(-1, block).T.to(wide)
+    values = torch.empty(block, x.numel() // block, dtype=wide, device=x.device)
+    values.copy_(x.view(-1, block).T)
     if not inverse:
-        values = values * signs
-    values = values.contiguous()
+        values.mul_(signs)
     other = torch.empty_like(values)
     distance = 1
     while distance < block:

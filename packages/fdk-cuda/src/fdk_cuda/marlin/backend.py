@@ -15,7 +15,14 @@ from fdk_cuda.marlin.ops import DTYPES, linear_op, small_m_limit
 from fdk_cuda.marlin.runtime import small_launch_for
 from fdk_cuda.nvrtc import unavailable_reason
 from fdk_cuda.stream_sync import SyncedLayout
-from fdk_formats.backends import Layout, Problem, all_reasons, no_activations, wrong_dtype
+from fdk_formats.backends import (
+    Layout,
+    Problem,
+    all_reasons,
+    check_unrotated,
+    no_activations,
+    wrong_dtype,
+)
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
@@ -139,6 +146,7 @@ class MarlinBackend:
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """Returns the weight in the Marlin layout, see ``Backend``."""
+        check_unrotated(q.format)
         return MarlinLayout(q, dtype, batch_invariant=self.batch_invariant)
 
 

@@ -33,6 +33,7 @@ from fdk_formats.backends import (
     Layout,
     Problem,
     all_reasons,
+    check_unrotated,
     no_activations,
     wrong_dtype,
 )
@@ -176,12 +177,14 @@ class TritonBackend:
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
+        check_unrotated(q.format)
         return TritonLayout(q, batch_invariant=self.batch_invariant)
 
     def pack_stack(
         self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
     ) -> ExpertLayout:
         """See ``ExpertBackend``."""
+        check_unrotated(stack.format)
         if not self.batch_invariant and _fits_marlin(stack):
             # Here, because it imports fdk_cuda.triton.
             from fdk_cuda.marlin.expert_layout import MarlinExpertLayout

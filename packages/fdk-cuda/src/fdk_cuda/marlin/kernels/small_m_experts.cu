@@ -133,22 +133,19 @@ struct WeightPipeline {
     left = share.stages_of(p, expert);
   }
 
-  // Starts copies of the first unit, of an expert, and returns their number. The list of tiles need
-  // not be there yet.
-  __forceinline__ int start(int expert) {
+  // Starts the first copy, of a unit of an expert. The list of tiles need not be there yet.
+  __forceinline__ bool start(int expert) {
     go_to(expert);
-    const int started = min(left, STAGES);
-#pragma unroll
-    for (int stage = 0; stage < STAGES; stage++)
-      if (stage < started) copy(stage);
-    return started;
+    if (left == 0) return false;
+    copy(0);
+    return true;
   }
 
   // Starts the copies of the other stages.
-  __forceinline__ void start_others(int started) {
+  __forceinline__ void start_others(bool has_started) {
+    if (!has_started) fill(0);
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++)
-      if (stage >= started) fill(stage);
+    for (int stage = 1; stage < STAGES; stage++) fill(stage);
   }
 
   __forceinline__ void fill(int stage) {
@@ -246,12 +243,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Codebooks of 1 and 2 bits, by table. Finite where there is no expert: the products of one value
   // with sums of zero are part of the outputs.
   uint32 values[2][2] = {};
-  auto codebook_of = [&](int expert) {
-    return p.codebook + static_cast<uint64>(expert) * p.codebook_step;
-  };
   auto fill_table = [&](int which, int expert) {
     if (expert >= p.experts) return;
-    const Codebook codebook(codebook_of(expert), lane);
+    const Codebook codebook(p.codebook + static_cast<uint64>(expert) * p.codebook_step, lane);
     build_table<THREADS>(memory.tables + which * TABLE_STEP, codebook, thread);
     if (BITS <= 2) {
       values[which][0] = codebook.words[0];
@@ -265,15 +259,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const PairSort sorted(p, memory.tables);  // tables come later
   if (is_sorted) sorted.sort(thread);
   const UnitRange own(p, is_sorted ? sorted.tiles() : p.pairs);
-  auto expert_at = [&](int tile) { return is_sorted ? sorted.bin_of(tile) : expert_of(p, tile); };
   int unit = own.first + share.group;
   WeightPipeline weights(p, share, memory, warp, unit);
-  const int started = unit < own.last ? weights.start(expert_at(unit / p.n_units)) : 0;
-  // Codebooks are on their way while the list is made.
-  if (p.codebook_step != 0 && thread < min(own.tiles, 2)) {
-    const int expert = expert_at(own.first_tile + thread);
-    if (expert < p.experts)
-      for (int i = 0; i < CODEBOOK_SIZE; i += 64) prefetch_l1(codebook_of(expert) + i);
+  bool has_started = false;
+  if (unit < own.last) {
+    const int tile = unit / p.n_units;
+    has_started = weights.start(is_sorted ? sorted.bin_of(tile) : expert_of(p, tile));
   }
   if (is_sorted) {
     __syncthreads();
@@ -311,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     choose_row(unit);
     if (!p.is_early) load_first_x();
   }
-  weights.start_others(started);
+  weights.start_others(has_started);
 
   DecodeConstants constants;
   constants.nibbles = p.nibbles;

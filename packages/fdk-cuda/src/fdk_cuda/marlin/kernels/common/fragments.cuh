@@ -1,6 +1,6 @@
 // Blocks in fragment order: the macros of an instantiation, constants of the layout (the same as in
-// layout.py, which explains the order), loads of a lane's words and scales, prefetches,
-// conversions and tensor-core products.
+// layout.py, which explains the order), loads of a lane's words and scales, conversions and
+// tensor-core products.
 //
 // Macros, set by instantiations.py:
 //   BITS        1 to 8
@@ -44,10 +44,6 @@ static_assert(LANE_SCALE_BYTES % 8 == 0, "a lane's scales are loaded 8 or 16 byt
 
 __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
-__forceinline__ void prefetch_l1(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 __forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) {

@@ -39,6 +39,10 @@ __forceinline__ void copy_box(uint32 target, const TensorMap& map, int column, i
       : "memory");
 }
 
+__forceinline__ void prefetch_l1(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
 // Waits for all running threads of the cluster, without ordering their writes: `arrive.release`
 // waits for the whole GPU (1700 cycles).
 __forceinline__ void sync_cluster() {

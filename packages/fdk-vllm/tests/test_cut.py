@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fdk_formats import quantise
-from fdk_vllm.cut import Part, part_of
+from fdk_vllm.cut import Part, copied, part_of
 
 FORMATS = ("kmeans4-g32", "affine3-g64-zint", "int1-g64", "nf4-row", "affine4-row", "int8-g32-e8m0")
 
@@ -52,11 +52,12 @@ def test_padding_is_zero(format):
     assert not padded.dequantise()[16:].any()
 
 
-def test_a_part_is_a_copy():
-    q = weight("int4-g64")
-    part = Part(0, 8, 8).of(q)
-    q.packed.zero_()
-    assert part.packed.any()
+def test_a_copy_on_the_same_device_keeps_its_values():
+    q = weight("kmeans4-g64")
+    part = copied(Part(0, 8, 8).of(q), torch.device("cpu"))
+    for tensor in q.tensors().values():
+        tensor.zero_()
+    assert all(tensor.any() for tensor in part.tensors().values())
 
 
 @pytest.mark.parametrize(

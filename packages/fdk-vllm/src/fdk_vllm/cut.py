@@ -35,7 +35,7 @@ class Part:
     ranks: int = 1
 
     def of(self, q: QuantisedTensor) -> QuantisedTensor:
-        """Cuts the part from a whole weight."""
+        """Cuts the part from a whole weight, whose memory it may share."""
         return padded(columns(rows(q, self.start, self.stop), self.rank, self.ranks), self.n)
 
 
@@ -109,8 +109,16 @@ class ExpertPart:
 
 
 def rows(q: W, start: int, stop: int) -> W:
-    """Copies rows ``start`` to ``stop`` of a weight, or of each expert of a stack."""
-    return _of_rows(q, stop - start, lambda tensor: tensor[..., start:stop, :].clone())
+    """Returns rows ``start`` to ``stop`` of a weight, or of each expert of a stack; no copies."""
+    return _of_rows(q, stop - start, lambda tensor: tensor[..., start:stop, :])
+
+
+def copied(q: W, device: torch.device) -> W:
+    """Copies a weight to a device, even where it is: a checkpoint's tensors may be its file."""
+    tensors: dict[str, Any] = {
+        name: tensor.to(device, copy=True) for name, tensor in q.tensors().items()
+    }
+    return replace(q, **tensors)
 
 
 def columns(q: W, rank: int, ranks: int) -> W:

@@ -16,7 +16,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import concatenated
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
-from fdk_vllm.cut import ExpertPart, rows
+from fdk_vllm.cut import ExpertPart, copied, rows
 from fdk_vllm.gates import Gate
 from fdk_vllm.product import ExpertProduct, Weight
 from fdk_vllm.weights import DUMMY_DEVIATION, DUMMY_ROWS
@@ -206,8 +206,6 @@ class ExpertWeights:
             ]
             if self.plan.is_stacked:
                 whole = [self.part.chosen(stack) for stack in whole]
-            for q in whole:
-                q.check_values("experts")
         full = self.inner * self.part.ranks
         is_merged = len(whole) == 1 and self.gate.order != "none"
         outputs = 2 * full if is_merged else full
@@ -224,7 +222,11 @@ class ExpertWeights:
         else:
             start = self.part.rank * self.inner
             cut = [rows(q, start, start + self.inner) for q in whole]
-        return [q.to(self.device) for q in cut]
+        moved = [copied(q, self.device) for q in cut]
+        if not self.plan.is_quantised_here:
+            for q in moved:
+                q.check_values("experts")
+        return moved
 
     def _finish(self) -> None:
         made, self._made = self._made, {}

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdk_formats import Format, NoBackendError, QuantisedLinear, backends, quantise, register
+from fdk_formats import (
+    Format,
+    NoBackendError,
+    QuantisedLinear,
+    backends,
+    quantise,
+    quantise_model,
+    register,
+)
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 from fdk_formats.testing import nrmse, random_quantised
 
@@ -329,20 +337,37 @@ def test_compile_fullgraph_without_recompiling_over_m():
 
 def test_compiled_blocks_share_a_graph():
     """Blocks compiled one by one, as with checkpointing: the graph of the first one fits all."""
-    blocks = nn.ModuleList(layer() for _ in range(3))
-    blocks.append(copy.deepcopy(blocks[0]))
-    blocks.append(pickle.loads(pickle.dumps(blocks[0])))
-    other = layer("nf4-g32")
+    model = nn.Sequential(*(linear(seed=seed) for seed in range(5)), linear(32))
+    blocks = quantise_model(model, "kmeans4-g32", backend="reference", progress=False)
+    standby = copy.deepcopy(blocks)
     torch.compiler.reset()
-    for block in blocks:
+    for block in blocks[:5]:
         block.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 64, requires_grad=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for block in blocks:
+        for block in blocks[:5]:
             y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             y.sum().backward()
             assert torch.equal(y, nn.functional.linear(x, block.dequantise(), block.bias))
-    assert other.stored.layout is None  # of another format
+    others = blocks[5], *standby, *pickle.loads(pickle.dumps(standby))
+    assert all(other.stored.layout is None for other in others)
+
+
+def test_a_block_that_cannot_be_packed_fails_in_its_own_call(monkeypatch):
+    def fail(dtype):
+        raise ValueError("cannot be packed")
+
+    model = nn.Sequential(*(linear(seed=seed) for seed in range(4)))
+    blocks = quantise_model(model, "kmeans4-g32", backend="reference", progress=False)
+    monkeypatch.setattr(blocks[1], "_pack", fail)
+    del blocks[2]._parameters["weight_packed"]
+    torch.compiler.reset()
+    x = torch.randn(2, 64)
+    compiled = torch.compile(blocks[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), blocks[0](x))
+    assert blocks[3].stored.layout is not None
+    with pytest.raises(ValueError, match="cannot be packed"):
+        blocks[1](x)
 
 
 # torch.vmap puts the repr of the layer in its messages, which are traced too.

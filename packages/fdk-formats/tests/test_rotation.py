@@ -520,3 +520,44 @@ def test_cuts_keep_blocks_whole():
     )
     with pytest.raises(ValueError, match=message):
         tensor_parallel.check_cut(format, 11008, 2, "cut n")
+
+
+def test_importance_is_checked_before_it_is_rotated():
+    weight, wrong = values(4, 64), torch.ones(64)
+    wrong[3] = -0.5
+    for function in (quantise, fake_quantise):
+        with pytest.raises(ValueError, match="importance must be finite and not negative"):
+            function(weight, FORMAT, importance=wrong)
+        with pytest.raises(ValueError, match=r"importance must be \[64\]"):
+            function(weight, FORMAT, importance=torch.tensor(1.0))
+
+
+def test_fake_quantise_gives_the_weight_of_quantise():
+    for seed in range(20):
+        weight = values(40, 128, seed=seed)
+        importance = torch.rand(40, 128, generator=torch.Generator().manual_seed(seed))
+        for format in ("kmeans2-g16-search-hadamard", "kmeans3-g32-hadamard"):
+            q = quantise(weight, format, importance=importance)
+            assert torch.equal(fake_quantise(weight, format, importance=importance), q.dequantise())
+
+
+@pytest.mark.parametrize("saved", ["int4-g32", "int4-g32-hadamard"])
+def test_states_of_the_other_kind_are_refused(saved):
+    own = {"int4-g32": "int4-g32-hadamard", "int4-g32-hadamard": "int4-g32"}[saved]
+    state = layer(saved).state_dict()
+    with pytest.raises(RuntimeError, match=f"wanted a weight of {own}, got one with the rotation"):
+        layer(own).load_state_dict(state)
+    same = layer(saved)
+    same.load_state_dict(state)
+    same.load_state_dict(dict(state))  # without metadata
+
+
+def test_messages_name_formats_that_fit():
+    with pytest.raises(ValueError, match="k=40; int4-row fits"):
+        quantise(values(4, 40), "int4-g64-hadamard")
+    with pytest.raises(ValueError, match=r"without rotation \(int4-g32\)"):
+        tensor_parallel.check_cut(Format.parse("int4-g64-hadamard"), 192, 2, "cut n")
+    weight = values(4, 64)
+    weight[2, 37] = torch.nan
+    with pytest.raises(ValueError, match="row 2, column 37"):
+        quantise(weight, FORMAT, hessian=torch.eye(64))

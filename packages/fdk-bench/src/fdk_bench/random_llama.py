@@ -13,6 +13,7 @@ from fdk_bench.cases import BITSANDBYTES, DTYPES, random_weight
 from fdk_bench.models import NF4_BITS, Built, ModelCase, check_layer, nf4_layer
 from fdk_formats import Format, QuantisedLinear
 from fdk_formats.fuse import fuse_layers, rows_of
+from fdk_formats.packed_module import link_layers
 
 NORM_EPS = 1e-5
 ROTARY_BASE = 500_000.0
@@ -163,6 +164,7 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
             made = quantised(group, ns, k)
         for name, layer in zip(group, made, strict=True):
             model.set_submodule(name, layer)
+    link_layers(model)
     if format is not None and not backends:
         raise ValueError(f"{case.model}: wanted layers to quantise, but --skip leaves none")
     if case.fused:

@@ -302,7 +302,8 @@ class Format:
         usual = [
             size for size in (256, 128, 64, 32, 16) if size < self.group_size and k % size == 0
         ]
-        return f"; {replace(self, group_size=usual[0] if usual else None)} fits"
+        format = self if k % MIN_ROTATION_BLOCK == 0 else self.unrotated
+        return f"; {replace(format, group_size=usual[0] if usual else None)} fits"
 
     def bits_per_weight(self, k: int) -> float:
         """Returns the bits of a code plus its share of scale and zero point, for rows of ``k``."""

@@ -1,16 +1,17 @@
 """Modules whose weight a backend packs at their first call: linear layers and experts."""
 
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, Self
-from weakref import WeakSet
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, check_activations, select
-from fdk_formats.quantised_module import QuantisedModule
+from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
 from fdk_formats.stored_weight import problem_of, saved_as_canonical
 from fdk_formats.torch_internals import constant_in_graphs, without_dispatch_modes
 
@@ -27,12 +28,8 @@ class PackedModule(QuantisedModule):
 
     backend: str
     activations: str
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes a module that ``_pack_for_graph`` can find, copies and unpickled ones too."""
-        made = super().__new__(cls)
-        _MODULES.add(made)
-        return made
+    # The model that the module is a layer of, see ``link_layers``.
+    _model: weakref.ref[nn.Module] | None = None
 
     def _init_backend(self, backend: str, activations: str) -> None:
         """Sets the attributes; called once, by the constructor."""
@@ -137,16 +134,26 @@ class PackedModule(QuantisedModule):
     def _pack_for_graph(self, dtype: torch.dtype) -> bool:
         """Packs the weight while torch.compile or torch.export traces the module.
 
-        So are those of all modules like it: where each block of a model is compiled, a graph fits
-        the next block only if its weights are packed, too.
+        So are those of the modules of its model that are like it: where each block of a model is
+        compiled, a graph fits the next block only if its weights are packed, too.
         """
         with without_dispatch_modes():
             self._pack(dtype)
-            kind = self._kind()
-            for other in list(_MODULES):
-                if other is not self and other._is_unpacked() and other._kind() == kind:
-                    other._pack(dtype)
+            model = None if self._model is None else self._model()
+            for other in () if model is None else model.modules():
+                if isinstance(other, PackedModule) and other._can_pack_like(self):
+                    with suppress(NoBackendError, RuntimeError, ValueError):  # its call raises it
+                        other._pack(dtype)
         return True
+
+    def _can_pack_like(self, other: "PackedModule") -> bool:
+        """Returns whether the module is not packed, and its parameters are of its own weight."""
+        known = self.__dict__.get("_stored", lambda: None)()
+        if known is None or known.layout is not None:
+            return False
+        # Not those of a sharded weight, which are DTensors.
+        owners = [getattr(self._parameters.get(n), "stored", None) for n in self.weight_names]
+        return all(owner is known for owner in owners) and self._kind() == other._kind()
 
     def _kind(self) -> tuple[object, ...]:
         """Returns what modules have in common whose layouts differ in values alone."""
@@ -160,16 +167,19 @@ class PackedModule(QuantisedModule):
             self.activations,
         )
 
-    def _is_unpacked(self) -> bool:
-        """Returns whether the module is complete, its parameters are its own, and not packed."""
-        known = self.__dict__.get("_stored", lambda: None)()
-        if known is None or known.layout is not None or tensor_parallel.is_sharded(self):
-            return False
-        return all(getattr(own, "stored", None) is known for own in self.weight_parameters)
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_model"}
 
 
-# Those that are in use.
-_MODULES: WeakSet[PackedModule] = WeakSet()
+def link_layers(model: nn.Module) -> None:
+    """Tells the packed modules of a model which model is theirs; copies of it are not linked."""
+    own = weakref.ref(model)
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module._model = own
+
+
+MODEL_HOOKS.append(link_layers)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

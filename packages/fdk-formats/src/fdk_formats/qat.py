@@ -11,13 +11,14 @@ from fdk_formats.format import Format
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.quantise import check_stack_arguments, checked_codebook, of_expert
-from fdk_formats.rotation import rotate, rotated_importance
+from fdk_formats.rotation import rotate
 from fdk_formats.scales import (
     CACHED_CHUNK,
     Grid,
     GroupedWeight,
     check_codebook,
     check_weight,
+    checked_importance,
     decode_scale,
 )
 
@@ -78,11 +79,13 @@ def fake_quantise(
     if parsed.rotation is not None:
         check_weight(weight)
         parsed.group_size_for(weight.shape[1])
+        if importance is not None:
+            importance, _ = checked_importance(importance, weight, parsed)
         W_hat = fake_quantise(
             rotate(weight.to(torch.float32)),
             parsed.unrotated,
             codebook,
-            importance=None if importance is None else rotated_importance(importance),
+            importance=importance,
             scale_log2=scale_log2,
             dtype=wanted,
         )

@@ -10,7 +10,7 @@ from fdk_formats.compensate import Hessian, compensate
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.rotation import rotate
-from fdk_formats.scales import GroupedWeight, check_codebook, check_weight
+from fdk_formats.scales import Chunk, GroupedWeight, check_codebook, check_weight
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 
 
@@ -72,8 +72,11 @@ def quantise(
         hessian = _checked_hessian(hessian, weight)
         if format.rotation is not None:
             format.group_size_for(weight.shape[1])
+            weight = weight.detach()
+            rotated = rotate(weight.to(torch.float32))
+            Chunk(slice(0, len(weight)), rotated, None, unrotated=weight).check_finite(rotated)
             q = quantise(
-                rotate(weight.detach().to(torch.float32)),
+                rotated,
                 format.unrotated,
                 codebook=codebook,
                 weight_by_scale=weight_by_scale,

@@ -244,6 +244,9 @@ class QuantisedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Tensors do not show a rotation.
+        metadata = getattr(destination, "_metadata", {})
+        metadata.setdefault(prefix[:-1], {})["rotation"] = self.format.rotation
         if keep_vars or tensor_parallel.is_sharded(self):
             return
         for name, tensor in self.stored.quantised().tensors().items():
@@ -260,6 +263,13 @@ class QuantisedModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         lists = strict, missing_keys, unexpected_keys, error_msgs
+        where, rotation = prefix.removesuffix(".") or type(self).__name__, self.format.rotation
+        if (found_rotation := local_metadata.get("rotation", rotation)) != rotation:
+            error_msgs.append(
+                f"{where}: wanted a weight of {self.format}, got one with the rotation "
+                f"{found_rotation}; load it into a layer of its own format"
+            )
+            return
         state_dict = dict(state_dict)
         for name in self.format.tensor_names:  # names of 0.1, and of files
             if (key := f"{prefix}weight.{name}") in state_dict:
@@ -277,7 +287,6 @@ class QuantisedModule(nn.Module):
         missing_keys += [key for name, key in keys.items() if name not in found]
         if len(found) < len(keys):
             return
-        where = prefix.removesuffix(".") or type(self).__name__
         try:
             # Copy, as nn.Module does: the caller may go on to change its tensors.
             copied = {name: tensor.detach().clone() for name, tensor in found.items()}

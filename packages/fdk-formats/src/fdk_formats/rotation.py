@@ -1,4 +1,4 @@
-"""Rotation: the inputs of a layer turned by random signs and Hadamard matrices, in blocks.
+"""Rotation: the inputs of a layer turned by fixed signs and Hadamard matrices, in blocks.
 
 A format with ``rotation="hadamard"`` stores the codes of ``W R^T``, so that
 

@@ -268,10 +268,7 @@ class GroupedWeight:
         if not isinstance(importance, Tensor):
             got = type(importance).__name__
             raise TypeError(f"quantise: importance must be a tensor, got {got}")
-        importance = importance.detach()
-        peak = _importance_peak(importance, weight)
-        if format.rotation is not None:
-            importance = rotated_importance(importance)
+        importance, peak = checked_importance(importance.detach(), weight, format)
         return cls(weight, format, group_size, importance, peak, is_checked)
 
     @property
@@ -576,8 +573,18 @@ def check_codebook(codebook: Tensor | None, format: Format) -> None:
         )
 
 
-def _importance_peak(importance: Tensor, weight: Tensor) -> float:
-    """Checks an importance and returns its largest value."""
+def checked_importance(importance: Tensor, weight: Tensor, format: Format) -> tuple[Tensor, float]:
+    """Checks an importance, and returns that of the weight as it is stored, with its largest value.
+
+    Args:
+        importance: ``[k]`` or ``[n, k]``.
+        weight: ``[n, k]``.
+        format: format of the weight; the importance of rotated weights is another one.
+
+    Raises:
+        ValueError: see ``GroupedWeight.of``.
+        TypeError: see ``GroupedWeight.of``.
+    """
     n, k = weight.shape
     if tuple(importance.shape) not in ((k,), (n, k)):
         raise ValueError(
@@ -590,7 +597,7 @@ def _importance_peak(importance: Tensor, weight: Tensor) -> float:
     if importance.dtype.is_complex or importance.dtype == torch.bool:
         raise TypeError(f"quantise: importance must be real numbers, got {importance.dtype}")
     if importance.numel() == 0:
-        return 1.0
+        return importance, 1.0
     lo, hi = (value.item() for value in torch.aminmax(importance))
     if not (lo >= 0 and hi < torch.inf):  # false for NaN too
         raise ValueError(
@@ -598,7 +605,10 @@ def _importance_peak(importance: Tensor, weight: Tensor) -> float:
         )
     if hi == 0:
         raise ValueError("quantise: importance must be positive somewhere, got all zeros")
-    return float(hi)
+    if format.rotation is not None:
+        importance = rotated_importance(importance)
+        hi = importance.max().item()
+    return importance, float(hi)
 
 
 # Fits to the groups of one chunk. Values and errors are relative to each group's largest magnitude,

@@ -219,20 +219,22 @@ def check_cut(format: Format, k: int, ranks: int, remedy: str) -> None:
     Raises:
         ValueError: if it cannot, with the format that can.
     """
-    group_size = format.group_size_for(k)
-    block = format.rotation_block(k)
+    group_size, block = format.group_size_for(k), format.rotation_block(k)
+    group = 1 if group_size == k else group_size
+    is_whole = k % (ranks * group) == 0 and (k // ranks * format.bits) % 8 == 0
+    usual = [size for size in (256, 128, 64, 32, 16) if k % (ranks * size) == 0]
+    fitting = [replace(format, group_size=size) for size in usual if size < group_size]
     if block is not None and k % (ranks * block):
+        others = [format.unrotated] if is_whole else [each.unrotated for each in fitting]
+        instead = f", or quantise without rotation ({others[0]})" if others else ""
         raise ValueError(
             f"QuantisedLinear: {format} of k={k} cannot be cut into {ranks} along k: each part "
             f"needs whole blocks of {block} rotated inputs, and k/{ranks} is {k / ranks:g}; "
-            f"{remedy}, or quantise without rotation ({format.unrotated})"
+            f"{remedy}{instead}"
         )
-    group = 1 if group_size == k else group_size
-    if k % (ranks * group) == 0 and (k // ranks * format.bits) % 8 == 0:
+    if is_whole:
         return
-    usual = [size for size in (256, 128, 64, 32, 16) if k % (ranks * size) == 0]
-    fitting = [size for size in usual if size < group_size]
-    fits = f"{replace(format, group_size=fitting[0])} fits" if fitting else "no group size fits"
+    fits = f"{fitting[0]} fits" if fitting else "no group size fits"
     raise ValueError(
         f"QuantisedLinear: {format} of k={k} cannot be cut into {ranks} along k: each part needs "
         f"whole groups of {group} and whole bytes of {format.bits}-bit codes, and k/{ranks} is "

@@ -24,7 +24,7 @@ from fdk_formats.files import stopper, stored_weights, weights_metadata
 from fdk_formats.format import Format
 from fdk_formats.layer_kinds import kind_of, matrix_of
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.packed_module import PackedModule
+from fdk_formats.packed_module import PackedModule, link_layers
 from fdk_formats.quantise import quantise, quantise_stack
 from fdk_formats.quantised_module import PREFIX, QuantisedModule
 from fdk_formats.stored_weight import problem_of
@@ -382,6 +382,7 @@ class FdkQuantiser(HfQuantizer):
         for name, names in self.tied.items():
             if f"{name}.{PREFIX}packed" in model.all_tied_weights_keys:  # not where two differ
                 _share_weight(layers.get(name), layers.get(names[0]))
+        link_layers(model)
         # save_pretrained applies these in reverse: files have the names that fdk_formats uses.
         model._weight_conversions = renamings_of_files(FIELDS)
         # By this PEFT, TRL and Trainer know a model whose frozen weights are quantised.

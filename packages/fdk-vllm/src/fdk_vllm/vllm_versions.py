@@ -52,11 +52,11 @@ def is_dummy_load() -> bool:
 
 
 def start_products_early() -> None:
-    """Has Inductor's kernels let fdk's start before they end, on Hopper.
+    """On Hopper, lets fdk's kernels start before Inductor's kernels ahead of them end.
 
-    That is torch's ``triton.enable_pdl`` (programmatic dependent launch). A value in
-    ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL`` stays. Effective until vLLM compiles
-    the model, which is after it has made the layers.
+    That is torch's option ``triton.enable_pdl`` (programmatic dependent launch). A value in
+    ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL`` stays. To be called before vLLM
+    compiles the model, as while it makes the layers.
     """
     from vllm.config import get_current_vllm_config
 

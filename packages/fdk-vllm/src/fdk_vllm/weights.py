@@ -185,7 +185,7 @@ class LayerWeights:
         if len(whole) == 1 and len(self.parts) > 1:
             whole, sources = whole * len(self.parts), sources * len(self.parts)
         parts = [self._cut(weight, part) for weight, part in zip(whole, self.parts, strict=True)]
-        # On the device: a core of a CPU takes 16 ms for the weights of a block of 8B.
+        # On the device, which is quicker.
         for source, part in zip(sources, parts, strict=True):
             if source.is_packed:
                 part.q.check_values(source.name)

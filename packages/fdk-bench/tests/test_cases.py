@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fdk_bench.cases import KernelCase, exact_weight, formats_of, random_weight, shapes_of
+from fdk_bench.cases import KernelCase, formats_of, random_weight, shapes_of
 from fdk_formats import Format
+from fdk_formats.testing.conformance import exact_weight
 
 
 def case(format, *, m=1, n=4096, k=4096, dtype="bf16"):

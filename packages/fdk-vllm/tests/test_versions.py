@@ -1,4 +1,4 @@
-"""What the plug-in asks of vLLM's configuration."""
+"""The plug-in's changes to vLLM's configuration."""
 
 import types
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 
 from fdk_formats import Format, QuantisedTensor, quantise
-from fdk_formats.rotation import rotate
-from fdk_formats.scales import decode_scale
 
 BITSANDBYTES = "bitsandbytes-nf4"  # in the place of a format: its layers of NF4, 4 bits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -268,19 +266,3 @@ def _codebook(format: Format, k: int, seed: int) -> torch.Tensor:
     codebook = quantise(torch.randn(SAMPLE_ROWS, k, generator=generator), format).codebook
     assert codebook is not None
     return codebook
-
-
-def exact_weight(q: QuantisedTensor, dtype: torch.dtype, oracle: torch.dtype) -> torch.Tensor:
-    """Compute ``q.dequantise(dtype)`` in ``oracle`` (float32, float64), without its last rounding.
-
-    The codebook is rounded to ``dtype``, because that is what every kernel is given.
-    """
-    codes = q.codes().view(q.shape[0], -1, q.group_size)
-    if q.codebook is not None:
-        values = q.codebook.to(dtype).to(oracle)[codes.to(torch.int32)]
-    else:
-        assert q.zero_point is not None
-        values = codes.to(oracle) - q.zero_point[..., None].to(oracle)
-    values *= decode_scale(q.scale)[..., None].to(oracle)
-    values = values.view(q.shape)
-    return values if q.format.rotation is None else rotate(values, inverse=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_bench.cases import BITSANDBYTES, DTYPES, exact_weight
+from fdk_bench.cases import BITSANDBYTES, DTYPES
 from fdk_bench.engines import Engine, engine_of
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
@@ -21,6 +21,7 @@ from fdk_bench.roofline import Floor, read_floor
 from fdk_bench.rows import Row
 from fdk_bench.timing import summarise
 from fdk_formats import QuantisedLinear, QuantisedTensor, model_report, quantise_model
+from fdk_formats.testing.conformance import exact_weight
 
 RATE_BYTES = 1 << 30  # the read rate of a model is that of one large read
 ROUNDS = 5  # calls timed with many tokens, and with one

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, check_activations, select
 from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
-from fdk_formats.stored_weight import problem_of, saved_as_canonical
+from fdk_formats.stored_weight import StoredWeight, problem_of, saved_as_canonical
 from fdk_formats.torch_internals import constant_in_graphs, without_dispatch_modes
 
 
@@ -126,9 +126,7 @@ class PackedModule(QuantisedModule):
             return False
         if torch.compiler.is_compiling():
             return not self._is_replaced_often
-        known = self._stored()
-        owners = [getattr(self._parameters[name], "stored", None) for name in self.weight_names]
-        return known is not None and all(owner is known for owner in owners)
+        return self._own_weight() is not None
 
     @constant_in_graphs
     def _pack_for_graph(self, dtype: torch.dtype) -> bool:
@@ -147,13 +145,18 @@ class PackedModule(QuantisedModule):
         return True
 
     def _can_pack_like(self, other: "PackedModule") -> bool:
-        """Returns whether the module is not packed, and its parameters are of its own weight."""
+        """Returns whether the module is of the same kind, and its weight its own and not packed."""
+        own = self._own_weight()
+        return own is not None and own.layout is None and self._kind() == other._kind()
+
+    def _own_weight(self) -> StoredWeight | None:
+        """Returns the module's weight if all parameters are its own.
+
+        None if some were replaced or are not there yet, and for sharded ones, which are DTensors.
+        """
         known = self.__dict__.get("_stored", lambda: None)()
-        if known is None or known.layout is not None:
-            return False
-        # Not those of a sharded weight, which are DTensors.
         owners = [getattr(self._parameters.get(n), "stored", None) for n in self.weight_names]
-        return all(owner is known for owner in owners) and self._kind() == other._kind()
+        return known if all(owner is known for owner in owners) else None
 
     def _kind(self) -> tuple[object, ...]:
         """Returns what modules have in common whose layouts differ in values alone."""

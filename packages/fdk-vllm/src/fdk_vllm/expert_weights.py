@@ -16,7 +16,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import concatenated
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
-from fdk_vllm.cut import ExpertPart, copied, rows
+from fdk_vllm.cut import ExpertPart, rows
 from fdk_vllm.gates import Gate
 from fdk_vllm.product import ExpertProduct, Weight
 from fdk_vllm.weights import DUMMY_DEVIATION, DUMMY_ROWS
@@ -222,7 +222,7 @@ class ExpertWeights:
         else:
             start = self.part.rank * self.inner
             cut = [rows(q, start, start + self.inner) for q in whole]
-        moved = [copied(q, self.device) for q in cut]
+        moved = [q.to(self.device) for q in cut]
         if not self.plan.is_quantised_here:
             for q in moved:
                 q.check_values("experts")

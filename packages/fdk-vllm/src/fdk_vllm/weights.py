@@ -46,7 +46,7 @@ class Source:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the checkpoint holds the weight in a format of fdk."""
+        """True where the checkpoint holds the weight in a format of fdk."""
         return self.format is not None and self.convert is not None
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fdk_bench.cases import KernelCase, exact_weight, random_weight
+from fdk_bench.cases import KernelCase, random_weight
 from fdk_bench.peers.base import Peer, Prepared, copied, copies_of, random_dense
 from fdk_formats import Problem, QuantisedTensor, select
 from fdk_formats.int8 import int8_linear
+from fdk_formats.testing.conformance import exact_weight
 
 COMPILERS = ("g++", "clang++")
 

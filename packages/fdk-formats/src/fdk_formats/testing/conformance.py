@@ -195,15 +195,26 @@ def check_in_place(backend: Backend, case: Case, activations: str = "float") -> 
                 assert torch.equal(result, wanted), f"{name} of {case}: in-place work is lost"
 
 
-def exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
-    """Computes ``q.dequantise(dtype)`` in float64, without its last rounding."""
+def exact_weight(
+    q: QuantisedTensor, dtype: torch.dtype, oracle: torch.dtype = torch.float64
+) -> Tensor:
+    """Computes ``q.dequantise(dtype)`` without its last rounding.
+
+    The codebook is rounded to ``dtype``, because that is what every kernel is given.
+
+    Args:
+        q: the weight.
+        dtype: dtype of the activations.
+        oracle: dtype to compute in, and of the result: float64, or float32.
+    """
     codes = q.codes().view(q.shape[0], -1, q.group_size)
     if q.codebook is not None:
-        values = q.codebook.to(dtype).double()[codes.to(torch.int32)]
+        values = q.codebook.to(dtype).to(oracle)[codes.to(torch.int32)]
     else:
         assert q.zero_point is not None
-        values = codes.double() - q.zero_point[..., None].double()
-    decoded = (values * decode_scale(q.scale)[..., None].double()).view(q.shape)
+        values = codes.to(oracle) - q.zero_point[..., None].to(oracle)
+    values *= decode_scale(q.scale)[..., None].to(oracle)
+    decoded = values.view(q.shape)
     return decoded if q.format.rotation is None else rotate(decoded, inverse=True)
 
 

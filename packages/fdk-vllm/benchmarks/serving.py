@@ -10,10 +10,13 @@ Contenders: `bf16`; `fdk:FORMAT`, or `fdk:FORMAT+FORMAT` with a format for the h
 names the kernel that ran: vLLM may choose another than was asked for. One that fails gives a row
 with its error. Shapes are llamas, and a mixture of experts, whose router and head stay in 16 bits.
 
-With `--profile` a row has the time of the kernels of a step with one sequence, microseconds, of
-ops on a CPU.
+`--checkpoint FOLDER` names 16-bit weights of the shape, such as `loading.py` writes, for
+bitsandbytes, which has no random ones.
 
-Decoding: (time of 272 tokens - time of 16) / 256, the best of two, for each number of sequences.
+With `--profile` a row has the times of the kernels of a step, microseconds, for each number of
+sequences; of ops on a CPU. The engine then runs in the process that measures, as it does not else.
+
+Decoding: (time of 272 tokens - time of 16) / 256, the best of three each, by number of sequences.
 Prefill: 16 prompts of 2048 tokens. Weights are random: their values do not change the time.
 
 Needs vLLM. `--quick` runs a tiny llama and a tiny mixture, on a CPU too; without vLLM it does
@@ -33,6 +36,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +66,7 @@ QUICK_CONTENDERS = ("bf16", "fdk:kmeans4-g64", "fdk:int4-g64+int8-g64")
 OVER_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel,AllSparkLinearKernel"
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TIMEOUT = 900
-PROFILED = 16  # kernels of a row
+PROFILED, PROFILED_STEPS = 20, 64  # kernels of a row, and the steps that their times are means of
 TOKENS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s")
 COLUMNS = ("shape", *TOKENS, "ms_step_1", "start_s", "kernel", "experts")
 
@@ -101,7 +105,7 @@ class Load:
     short: int = 16
     long: int = 272
     prefill: tuple[int, int] = (16, 2048)
-    repeats: int = 2
+    repeats: int = 3
 
 
 QUICK_LOAD = Load((1, 4), 16, 2, 6, (2, 64), 1)
@@ -163,10 +167,9 @@ def config_of(shape: Shape, contender: str) -> dict[str, Any]:
     return config
 
 
-def kernels_of(llm: Any) -> dict[str, str]:
+def kernels_of(model: Any) -> dict[str, str]:
     """Returns the kernels of the first queries, keys and values, and of the first experts."""
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    layer = worker.model_runner.model.model.layers[0]
+    layer = model.model.layers[0]
     found = {"kernel": kernel_of(layer.self_attn.qkv_proj.quant_method)}
     for module in layer.modules():
         if type(module).__name__ == "RoutedExperts":
@@ -200,8 +203,9 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Starts vLLM and times it; returns a row."""
     contender, shape, tensor_parallel = arguments.one, arguments.shape, arguments.tp
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if tensor_parallel == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # apply_model sends a function
+    if arguments.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     kind = contender.partition(":")[0]
     if kind == "marlin":
         os.environ["VLLM_DISABLED_KERNELS"] = OVER_MARLIN
@@ -224,9 +228,10 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(config_of(SHAPES[shape], contender))
         (Path(folder) / "config.json").write_text(config)
+        is_stored = kind == "bitsandbytes" and arguments.checkpoint
         llm = LLM(
-            model=folder,
-            load_format="dummy",
+            model=str(arguments.checkpoint) if is_stored else folder,
+            load_format="bitsandbytes" if is_stored else "dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=max(length, load.prompt + load.long) + 16,
@@ -242,7 +247,7 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "start_s": round(time.perf_counter() - began, 1),
-    } | (kernels_of(llm) if tensor_parallel == 1 else {})
+    } | llm.apply_model(kernels_of)[0]
     numbers = random.Random(0)
 
     def run(sequences: int, new: int, prompt: int) -> float:
@@ -258,23 +263,27 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     for sequences in load.sequences:
         run(sequences, load.short, load.prompt)
         steps = load.long - load.short
-        seconds = min(
-            run(sequences, load.long, load.prompt) - run(sequences, load.short, load.prompt)
-            for _ in range(load.repeats)
+        long, short = (
+            min(run(sequences, new, load.prompt) for _ in range(load.repeats))
+            for new in (load.long, load.short)
         )
+        seconds = long - short
         row[f"ms_step_{sequences}"] = round(seconds / steps * 1e3, 3)
         row[f"tok_s_{sequences}"] = round(sequences * steps / seconds, 1)
     run(batch, 1, length)
     seconds = min(run(batch, 1, length) for _ in range(load.repeats))
     row["prefill_tok_s"] = round(batch * length / seconds)
-    if arguments.profile:
-        spent = kernel_times(lambda: run(1, load.long, load.prompt))
-        spent.subtract(kernel_times(lambda: run(1, load.short, load.prompt)))
-        steps = load.long - load.short
-        row["kernels_us_step_1"] = {
-            name[:80]: round(us / steps, 1) for name, us in spent.most_common(PROFILED)
+    for sequences in load.sequences if arguments.profile else ():
+        long, short = (
+            kernel_times(partial(run, sequences, new, load.prompt))
+            for new in (load.short + PROFILED_STEPS, load.short)
+        )
+        long.subtract(short)
+        row[f"kernels_us_step_{sequences}"] = {
+            name[:80]: round(us / PROFILED_STEPS, 1) for name, us in long.most_common(PROFILED)
         }
-        row["busy_us_step_1"] = round(spent.total() / steps, 1)
+        row[f"busy_us_step_{sequences}"] = round(long.total() / PROFILED_STEPS, 1)
+    llm.llm_engine.engine_core.shutdown()
     return row
 
 
@@ -283,6 +292,7 @@ def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict
     command = [sys.executable, __file__, "--one", contender, "--shape", shape]
     command += ["--tp", str(arguments.tp), *(["--quick"] if arguments.quick else [])]
     command += ["--profile"] if arguments.profile else []
+    command += ["--checkpoint", str(arguments.checkpoint)] if arguments.checkpoint else []
     failed = {"contender": contender, "shape": shape, "tp": arguments.tp}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -315,6 +325,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--out", type=Path, help="file that rows are added to")
+    parser.add_argument("--checkpoint", type=Path, help="16-bit weights, for bitsandbytes")
     parser.add_argument("--quick", action="store_true", help="tiny models, a few tokens")
     parser.add_argument("--profile", action="store_true", help="add the kernels of a step, --tp 1")
     parser.add_argument("--one", help=argparse.SUPPRESS)

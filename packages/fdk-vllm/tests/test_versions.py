@@ -1,5 +1,6 @@
 """The plug-in's changes to vLLM's configuration."""
 
+import sys
 import types
 
 import pytest
@@ -11,18 +12,24 @@ PDL = "triton.enable_pdl"
 
 
 @pytest.mark.parametrize(
-    ("major", "options", "environment", "wanted"),
+    ("major", "options", "environment", "is_safe", "wanted"),
     [
-        (9, {}, None, {PDL: True}),
-        (9, {PDL: False}, None, {PDL: False}),
-        (9, {}, "0", {}),
-        (8, {}, None, {}),
-        (None, {}, None, {}),
+        (9, {}, None, True, {PDL: True}),
+        (9, {PDL: False}, None, True, {PDL: False}),
+        (9, {}, "0", True, {}),
+        (9, {}, None, False, {}),
+        (9, {}, None, None, {}),
+        (8, {}, None, True, {}),
+        (None, {}, None, True, {}),
     ],
+    ids=["hopper", "option", "environment", "other-torch", "no-fdk-cuda", "ampere", "cpu"],
 )
-def test_products_start_early_on_hopper(monkeypatch, major, options, environment, wanted):
+def test_products_start_early_on_hopper(monkeypatch, major, options, environment, is_safe, wanted):
     from fdk_vllm.vllm_versions import start_products_early
 
+    found = types.SimpleNamespace(start_kernels_early=lambda: is_safe)
+    monkeypatch.setitem(sys.modules, "fdk_cuda", types.ModuleType("fdk_cuda"))
+    monkeypatch.setitem(sys.modules, "fdk_cuda.inductor", None if is_safe is None else found)
     compilation = types.SimpleNamespace(inductor_compile_config=options)
     config = types.SimpleNamespace(compilation_config=compilation)
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)

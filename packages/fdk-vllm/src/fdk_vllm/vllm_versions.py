@@ -54,15 +54,21 @@ def is_dummy_load() -> bool:
 def start_products_early() -> None:
     """On Hopper, lets fdk's kernels start before Inductor's kernels ahead of them end.
 
-    That is torch's option ``triton.enable_pdl`` (programmatic dependent launch). A value in
-    ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL`` stays. To be called before vLLM
-    compiles the model, as while it makes the layers.
+    That is torch's option ``triton.enable_pdl`` (programmatic dependent launch), made safe by
+    ``fdk_cuda.inductor``. A value in ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL``
+    stays. To be called before vLLM compiles the model, as while it makes the layers.
     """
     from vllm.config import get_current_vllm_config
 
+    if not torch.cuda.is_available():
+        return
+    try:
+        from fdk_cuda.inductor import start_kernels_early
+    except ImportError:  # products are computed by another backend
+        return
     has_choice = "TORCHINDUCTOR_ENABLE_PDL" in os.environ
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if is_hopper and not has_choice:
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if start_kernels_early() and is_hopper and not has_choice:
         options = get_current_vllm_config().compilation_config.inductor_compile_config
         options.setdefault("triton.enable_pdl", True)
 

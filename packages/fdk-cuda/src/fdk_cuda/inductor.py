@@ -1,0 +1,57 @@
+"""Programmatic dependent launch (PDL) for Inductor's kernels between fdk's.
+
+With ``triton.enable_pdl``, a kernel of Inductor lets the next one start once it has read its
+inputs, and waits for the kernel before it only if it reads what that one wrote. Neither suits
+kernels of fdk, which let the next one start first and wait then:
+
+- A kernel two places ahead may still run. Of three products in a row that one kernel reads, it
+  would wait for the last.
+- Reading the inputs takes most of a norm's time, so the product behind it hardly starts early.
+
+Here every kernel lets the next one start at once, and then waits, before it reads or writes
+anything. As each waits for the one before it, all before that are complete, too; and a product
+copies its first weights while the kernels ahead of it run.
+"""
+
+from typing import Any
+
+from torch._inductor.codegen.triton import TritonKernel
+
+# Methods of Inductor's kernels in torch 2.11 to 2.13, called before a load or a store, after a
+# load, and with the finished code.
+METHODS = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl")
+
+
+def start_kernels_early() -> bool:
+    """Lets kernels that Inductor generates from now on start the next one first, then wait.
+
+    It changes nothing unless ``triton.enable_pdl`` is on, and repeated calls change nothing.
+
+    Returns:
+        Whether this torch has what is changed. Otherwise ``triton.enable_pdl`` must be off.
+    """
+    if not all(hasattr(TritonKernel, name) for name in METHODS):
+        return False
+    for name, method in zip(METHODS, (_before_access, _after_load, _move_to_start), strict=True):
+        setattr(TritonKernel, name, method)
+    return True
+
+
+def _before_access(
+    self: Any, buffer: Any, *dependencies: object, consider_reads: bool = False
+) -> None:
+    """Writes a wait: kernels that are parts of a larger one keep it here."""
+    if self._enable_pdl_codegen():
+        is_loop = self.inside_reduction and self.range_trees[-1].is_loop
+        (self.body if is_loop else buffer).writeline(self.GDC_WAIT)
+
+
+def _after_load(self: Any, buffer: Any, result: object) -> None:
+    """Writes nothing."""
+
+
+def _move_to_start(self: Any, code: Any) -> None:
+    """Replaces the waits by one at the start of the code, after the start of the next kernel."""
+    kept = [line for line in code._lines if not (isinstance(line, str) and self.GDC_WAIT in line)]
+    if len(kept) < len(code._lines):
+        code._lines = [self.GDC_LAUNCH, self.GDC_WAIT, *kept]

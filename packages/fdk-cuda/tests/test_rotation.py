@@ -14,6 +14,7 @@ from fdk_cuda.triton.kernels.rotation import rotation_kernel
 from fdk_cuda.triton.rotation import VALUES, WARPS, rotate
 from fdk_formats import QuantisedLinear, quantise_model
 from fdk_formats import rotation as rotations
+from fdk_formats.device_constants import constant_on
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -83,3 +84,17 @@ def test_a_model_in_a_graph() -> None:
     x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_signs_are_in_no_memory_pool_of_the_caller() -> None:
+    """The sleep mode of vLLM empties the pool in which it loads a model."""
+    pool, device = torch.cuda.MemPool(), torch.device("cuda", 0)
+    rotations.signs_on.cache_clear()
+    constant_on.cache_clear()
+    with torch.cuda.use_mem_pool(pool):
+        rotations.signs_on(device)
+        assert pool.snapshot() == []
+        held = torch.zeros(8, device=device)
+        assert pool.snapshot() != []
+    del held

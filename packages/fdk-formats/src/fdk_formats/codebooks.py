@@ -10,6 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from fdk_formats.device_constants import constant_on
 from fdk_formats.format import Format
 from fdk_formats.torch_internals import is_traced
 
@@ -38,14 +39,7 @@ class Codebook:
         """Returns the table, ``[2^b, float32]``."""
         if device is None or device.type == "cpu" or is_traced():
             return torch.tensor(self.values, dtype=torch.float32, device=device)
-        return _table_on(device, self.values).clone()
-
-
-@cache
-def _table_on(device: torch.device, values: tuple[float, ...]) -> Tensor:
-    """Copies a table to a device once, because the host waits for a copy."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return constant_on(device, self.values).clone()
 
 
 @cache

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from fdk_formats.device_constants import constant_on
 from fdk_formats.format import MAX_ROTATION_BLOCK, power_of_two_in
 from fdk_formats.ops import Op, define_op
 from fdk_formats.rounding import find_kernel
@@ -61,15 +62,13 @@ def is_negative(index: int) -> bool:
     return bool((word ^ (word >> 16)) & 1)
 
 
+SIGNS = tuple(-1.0 if is_negative(index) else 1.0 for index in range(MAX_ROTATION_BLOCK))
+
+
 @cache
 def signs_on(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the signs of the inputs of a block, ``[256]`` of +-1; smaller blocks use the first.
-
-    Made once for a device.
-    """
-    signs = [-1.0 if is_negative(index) else 1.0 for index in range(MAX_ROTATION_BLOCK)]
-    with torch.inference_mode(False):
-        return torch.tensor(signs, dtype=dtype, device=device)
+    """Returns the signs of a block of inputs, ``[256]`` of +-1; smaller blocks use the first."""
+    return constant_on(device, SIGNS, dtype)
 
 
 def rotate(x: Tensor, *, inverse: bool = False) -> Tensor:

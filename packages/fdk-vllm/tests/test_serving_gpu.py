@@ -1,0 +1,189 @@
+"""Models served on GPUs in bf16, compiled and with CUDA graphs, as servers run them.
+
+They need vLLM for CUDA, and two GPUs for some: `python -m pytest -m gpu -W ignore
+packages/fdk-vllm/tests`.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import serving
+import torch
+from serving import TINY, assert_same_tokens, generate, packed_folder, prompts, quantised
+
+pytest.importorskip("vllm", reason="needs vLLM for CUDA")
+
+pytestmark = pytest.mark.gpu
+ON_TWO_GPUS = pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs, torch finds {torch.cuda.device_count()}",
+)
+PROMPTS = prompts(8, TINY["vocab_size"])
+FORMAT = "kmeans4-g64"
+# Heads of 64 channels, which FlashAttention has kernels for.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 64}
+# What bf16 moves a logit by. The spread of the logits is above 1.
+GAP = 0.1
+
+
+def tiny_model(kind="Llama", **changes):
+    return serving.tiny_model(kind, **HEADS | changes)
+
+
+def engine(folder, **options):
+    """Starts vLLM as a server does, with graphs of a few sizes."""
+    defaults = {
+        "dtype": "bfloat16",
+        "enforce_eager": False,
+        "gpu_memory_utilization": 0.2,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
+    }
+    return serving.engine(folder, **defaults | options)
+
+
+def requested(format):
+    return {"hf_overrides": {"quantization_config": {"quant_method": "fdk", "format": format}}}
+
+
+def first_product(llm):
+    return serving.model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "backends"),
+    [
+        # One product of q, k and v; three in a row, and a kernel that reads all.
+        ("Llama", {}, {"format": FORMAT, "fuse": True}, ["marlin-lut"]),
+        ("Llama", {}, {"format": FORMAT}, ["marlin-lut"] * 3),
+        ("Llama", {}, {"format": "int1-g64"}, ["marlin"]),
+        ("Llama", {}, {"format": "kmeans2-g64-hadamard", "fuse": True}, ["marlin-lut"]),
+        ("Llama", {}, {"format": "nf4-g16"}, ["triton"]),
+        ("Qwen2", {}, {"format": "int4-g64"}, ["marlin"]),  # has biases
+        ("Qwen3Moe", EXPERTS, {"format": FORMAT, "fuse": True}, ["marlin-lut"]),
+        ("Llama", {}, {"format": "int8-g64", "skip": None, "include": ["embedding"]}, ["marlin"]),
+    ],
+    ids=["fused", "separate", "1-bit", "rotated", "triton", "bias", "experts", "head"],
+)
+def test_graphs_choose_the_tokens_of_transformers(kind, changes, options, backends, tmp_path):
+    model = quantised(tiny_model(kind, **changes), **options)
+    with engine(packed_folder(tmp_path, model, options["format"])) as llm:
+        assert first_product(llm).backends == backends
+        assert_same_tokens(model, llm, PROMPTS, gap=GAP)
+        assert_same_tokens(model, llm, PROMPTS[:1], gap=GAP)
+
+
+def test_quantised_while_loading(tmp_path):
+    model = tiny_model()
+    with engine(serving.plain_folder(tmp_path, model), **requested(FORMAT)) as llm:
+        assert_same_tokens(quantised(model, FORMAT, fuse=True), llm, PROMPTS, gap=GAP)
+
+
+@pytest.mark.parametrize("format", [FORMAT, "nf4-g64-hadamard"])
+def test_sleep(format, tmp_path):
+    """Level 1 keeps weights on the host; level 2 drops them, and constants of the same pool."""
+    folder = serving.plain_folder(tmp_path, tiny_model())
+    with engine(folder, enable_sleep_mode=True, **requested(format)) as llm:
+        wanted = generate(llm, PROMPTS)
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert generate(llm, PROMPTS) == wanted
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        assert generate(llm, PROMPTS) == wanted
+
+
+def test_reloaded_weights_are_what_graphs_read(tmp_path):
+    first, second = tiny_model(), tiny_model()
+    for parameter in second.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+    models = [quantised(model, "int4-g64") for model in (first, second)]
+    folders = [
+        packed_folder(tmp_path / name, model, "int4-g64")
+        for name, model in zip("ab", models, strict=True)
+    ]
+    with engine(folders[0]) as llm:
+        assert_same_tokens(models[0], llm, PROMPTS, gap=GAP)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
+        assert llm.reset_prefix_cache()
+        assert_same_tokens(models[1], llm, PROMPTS, gap=GAP)
+
+
+def test_adapter_over_quantised_layers(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from vllm.lora.request import LoRARequest
+
+    base = quantised(tiny_model(), FORMAT)
+    folder = packed_folder(tmp_path / "base", base, FORMAT)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM")
+    adapted = get_peft_model(tiny_model(), config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
+        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        adapted = assert_same_tokens(model, llm, PROMPTS, gap=GAP, lora_request=request)
+        with model.disable_adapter():
+            assert assert_same_tokens(model, llm, PROMPTS, gap=GAP) != adapted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": True},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 2,
+            }
+        },
+    ],
+    ids=["prefixes", "speculator"],
+)
+def test_what_vllm_does_around_the_layers(options, tmp_path):
+    model = quantised(tiny_model(), "int4-g64")
+    repeated = [prompt * 3 for prompt in PROMPTS]
+    with engine(packed_folder(tmp_path, model, "int4-g64"), **options) as llm:
+        for _ in range(2):
+            assert_same_tokens(model, llm, repeated, gap=GAP)
+
+
+@ON_TWO_GPUS
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_two_gpus(kind, split, tmp_path):
+    model = quantised(tiny_model(kind, **(EXPERTS if kind == "Qwen3Moe" else {})), FORMAT)
+    options = {split: 2, "distributed_executor_backend": "mp"}
+    with engine(packed_folder(tmp_path, model, FORMAT), **options) as llm:
+        assert_same_tokens(model, llm, PROMPTS, gap=GAP)
+
+
+def log_probabilities(folder):
+    """Returns those of each prompt's next tokens, of prompts together and of each alone."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False)
+
+    def ask(llm, token_ids):
+        inputs = [{"prompt_token_ids": ids} for ids in token_ids]
+        found = llm.generate(inputs, sampling, use_tqdm=False)
+        return [output.outputs[0].cumulative_logprob for output in found]
+
+    with engine(folder) as llm:
+        return ask(llm, PROMPTS), [ask(llm, [prompt])[0] for prompt in PROMPTS]
+
+
+def test_batch_invariance(tmp_path, monkeypatch):
+    """A request's answer does not depend on the others, to the last bit."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")  # read once by a process
+    folder = packed_folder(tmp_path, quantised(tiny_model(), FORMAT, fuse=True), FORMAT)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        together, alone = process.submit(log_probabilities, folder).result()
+    assert together == alone

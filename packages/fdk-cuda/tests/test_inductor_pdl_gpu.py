@@ -58,7 +58,7 @@ def test_same_bits(format: str, rows: int, block: Callable[[str, int], nn.Module
 
     def replays(enable_pdl: bool, count: int) -> list[Tensor]:
         torch.compiler.reset()
-        options = {"triton.enable_pdl": enable_pdl, "fx_graph_cache": False}
+        options = {"triton.enable_pdl": enable_pdl}
         compiled = torch.compile(blocks, fullgraph=True, options=options)
         for _ in range(3):
             compiled(x)

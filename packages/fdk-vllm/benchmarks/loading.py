@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import SHAPES, config_of
+from serving import SHAPES, config_of, first_error
 
 CONTENDERS = ("bf16", "packed", "quantised")
 
@@ -82,36 +81,33 @@ def load(folder: Path, contender: str, format: str) -> float:
     return seconds
 
 
-def run_apart(arguments: argparse.Namespace, folder: Path, task: str) -> str:
-    """Runs a task in a process of its own, which leaves no memory behind; returns its output.
-
-    Raises:
-        CalledProcessError: if it fails.
-    """
+def run_apart(arguments: argparse.Namespace, folder: Path, task: str) -> dict[str, Any]:
+    """Runs a task in a process of its own, which leaves no memory behind; returns its result."""
     command = [sys.executable, __file__, "--folder", str(folder), "--task", task]
     command += ["--shape", arguments.shape, "--format", arguments.format]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True)
-    return done.stdout
+    done = subprocess.run(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    lines = done.stdout.splitlines()
+    results = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
+    found: dict[str, Any] = json.loads(results[-1]) if results else {"error": first_error(lines)}
+    return found
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> None:
     """Measures the contenders in turns."""
+    folder = folder / f"{arguments.shape}-{arguments.format}"
     if not (folder / "packed" / "model.safetensors").exists():
-        run_apart(arguments, folder, "write")
+        written = run_apart(arguments, folder, "write")
+        if "error" in written:
+            raise SystemExit(f"loading: no checkpoints in {folder}: {written['error']}")
     for path in folder.glob("*/*.safetensors"):
         with path.open("rb") as opened:
             while opened.read(1 << 24):
                 pass
     for contender in CONTENDERS * arguments.rounds:
-        row: dict[str, Any] = {"contender": contender, "shape": arguments.shape}
-        row["format"] = arguments.format
-        try:
-            (seconds,) = re.findall(
-                r"^SECONDS (\S+)$", run_apart(arguments, folder, contender), re.M
-            )
-            row["s"] = round(float(seconds), 2)
-        except subprocess.CalledProcessError as error:
-            row["error"] = str(error)
+        row = {"contender": contender, "shape": arguments.shape, "format": arguments.format}
+        row |= run_apart(arguments, folder, contender)
         print(json.dumps(row), flush=True)
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,22 +119,26 @@ def main() -> None:
     """Measures each contender a few times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="where the checkpoints are, or are to be")
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=SHAPES, help="default: 8b, or tiny with --quick")
     parser.add_argument("--format", default="kmeans4-g64")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="default: 2, or 1 with --quick")
     parser.add_argument("--out", type=Path, help="file that rows are added to")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.task == "write":
-        write_checkpoints(arguments.folder, arguments.shape, arguments.format)
-        return
+    arguments.shape = arguments.shape or ("tiny" if arguments.quick else "8b")
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else 2)
     if arguments.task:
+        result: dict[str, Any] = {}
         try:
-            print(f"\nSECONDS {load(arguments.folder, arguments.task, arguments.format)}")
+            if arguments.task == "write":
+                write_checkpoints(arguments.folder, arguments.shape, arguments.format)
+            else:
+                seconds = load(arguments.folder, arguments.task, arguments.format)
+                result["s"] = round(seconds, 2)
+            print(f"\nRESULT {json.dumps(result)}")
         except Exception:
-            traceback.print_exc()
-            os._exit(1)
+            traceback.print_exc(file=sys.stdout)
         sys.stdout.flush()
         os._exit(0)  # vLLM's threads would keep the process
     if importlib.util.find_spec("vllm") is None:
@@ -147,7 +147,6 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model is loaded where it is timed
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if arguments.quick:
-        arguments.shape, arguments.rounds = "tiny", 1
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory() as temporary:

@@ -13,8 +13,9 @@ with its error. Shapes are llamas, and a mixture of experts, whose router and he
 `--checkpoint FOLDER` names 16-bit weights of the shape, such as `loading.py` writes, for
 bitsandbytes, which has no random ones.
 
-With `--profile` a row has the times of the kernels of a step, microseconds, for each number of
-sequences; of ops on a CPU. The engine then runs in the process that measures, as it does not else.
+With `--profile` a row has, for each number of sequences, the microseconds of the kernels of a step
+(of ops on a CPU), and the milliseconds of a replay of its CUDA graph: all layers, without the host
+and the head. Otherwise the engine has a process of its own.
 
 Decoding: (time of 272 tokens - time of 16) / 256, the best of three each, by number of sequences.
 Prefill: 16 prompts of 2048 tokens. Weights are random: their values do not change the time.
@@ -24,13 +25,17 @@ nothing.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -67,6 +72,7 @@ OVER_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel,AllSparkLinearKernel"
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TIMEOUT = 900
 PROFILED, PROFILED_STEPS = 20, 64  # kernels of a row, and the steps that their times are means of
+REPLAYS = 100
 TOKENS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s")
 COLUMNS = ("shape", *TOKENS, "ms_step_1", "start_s", "kernel", "experts")
 
@@ -199,6 +205,25 @@ def kernel_times(work: Callable[[], Any]) -> Counter[str]:
     return Counter({event.key: getattr(event, name) for event in profile.key_averages()})
 
 
+def ms_of_graph(llm: Any, sequences: int) -> float | None:
+    """Returns the milliseconds of a replay of a step's graph; None where vLLM has made none."""
+    import torch
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    graphs = getattr(getattr(runner, "cudagraph_manager", None), "graphs", {})
+    for step, graph in graphs.items():
+        if step.num_tokens == sequences and step.cg_mode.name == "FULL":
+            graph.replay()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            events[1].record()
+            torch.cuda.synchronize()
+            return float(events[0].elapsed_time(events[1])) / REPLAYS
+    return None
+
+
 def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Starts vLLM and times it; returns a row."""
     contender, shape, tensor_parallel = arguments.one, arguments.shape, arguments.tp
@@ -210,6 +235,7 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     if kind == "marlin":
         os.environ["VLLM_DISABLED_KERNELS"] = OVER_MARLIN
     began = time.perf_counter()
+    import serving as importable  # processes of vLLM find functions by the name of their module
     import torch
     import vllm
     from vllm import LLM, SamplingParams
@@ -225,6 +251,7 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     else:
         options["enforce_eager"] = True
     batch, length = load.prefill
+    profiled = load.short + PROFILED_STEPS  # tokens
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(config_of(SHAPES[shape], contender))
         (Path(folder) / "config.json").write_text(config)
@@ -234,7 +261,8 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
             load_format="bitsandbytes" if is_stored else "dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=max(length, load.prompt + load.long) + 16,
+            max_model_len=max(length, load.prompt + max(load.long, load.short + PROFILED_STEPS))
+            + 16,
             max_num_seqs=max(load.sequences),
             enable_prefix_caching=False,
             **options,
@@ -247,7 +275,7 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "start_s": round(time.perf_counter() - began, 1),
-    } | llm.apply_model(kernels_of)[0]
+    } | llm.apply_model(importable.kernels_of)[0]
     numbers = random.Random(0)
 
     def run(sequences: int, new: int, prompt: int) -> float:
@@ -263,11 +291,11 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     for sequences in load.sequences:
         run(sequences, load.short, load.prompt)
         steps = load.long - load.short
-        long, short = (
-            min(run(sequences, new, load.prompt) for _ in range(load.repeats))
-            for new in (load.long, load.short)
-        )
-        seconds = long - short
+        times = [
+            [run(sequences, new, load.prompt) for new in (load.long, load.short)]
+            for _ in range(load.repeats)
+        ]
+        seconds = min(long for long, _ in times) - min(short for _, short in times)
         row[f"ms_step_{sequences}"] = round(seconds / steps * 1e3, 3)
         row[f"tok_s_{sequences}"] = round(sequences * steps / seconds, 1)
     run(batch, 1, length)
@@ -276,14 +304,16 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
     for sequences in load.sequences if arguments.profile else ():
         long, short = (
             kernel_times(partial(run, sequences, new, load.prompt))
-            for new in (load.short + PROFILED_STEPS, load.short)
+            for new in (profiled, load.short)
         )
         long.subtract(short)
         row[f"kernels_us_step_{sequences}"] = {
             name[:80]: round(us / PROFILED_STEPS, 1) for name, us in long.most_common(PROFILED)
         }
         row[f"busy_us_step_{sequences}"] = round(long.total() / PROFILED_STEPS, 1)
-    llm.llm_engine.engine_core.shutdown()
+        # Its inputs are those of the last step.
+        if (milliseconds := ms_of_graph(llm, sequences)) is not None:
+            row[f"ms_graph_{sequences}"] = round(milliseconds, 3)
     return row
 
 
@@ -294,16 +324,36 @@ def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict
     command += ["--profile"] if arguments.profile else []
     command += ["--checkpoint", str(arguments.checkpoint)] if arguments.checkpoint else []
     failed = {"contender": contender, "shape": shape, "tp": arguments.tp}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return failed | {"error": f"no result in {TIMEOUT} s"}
-    rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line[:4] == "ROW "]
-    if rows:
-        row: dict[str, Any] = json.loads(rows[-1])
+    # A session: vLLM's processes outlive one that fails.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    timer = threading.Timer(TIMEOUT, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if line.startswith(("ROW ", "FAILED")):
+            break
+    timer.cancel()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if lines and lines[-1].startswith("ROW "):
+        row: dict[str, Any] = json.loads(lines[-1].removeprefix("ROW "))
         return row
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return failed | {"error": lines[-1][-300:] if lines else f"exit {done.returncode}"}
+    return failed | {"error": first_error(lines)}
+
+
+def first_error(lines: list[str]) -> str:
+    """Returns the first exception in the output of a process: later ones only follow from it."""
+    found = [line for line in lines if re.search(r"\b\w*(Error|Exception): \S", line)]
+    return (found or [line for line in reversed(lines) if line] or ["no output"])[0][-300:]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -332,6 +382,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.profile and arguments.tp > 1:
         parser.error(f"--profile sees kernels of one GPU: wanted --tp 1, got {arguments.tp}")
+    if arguments.checkpoint and {arguments.one, *arguments.contenders} - {None, "bitsandbytes"}:
+        parser.error("--checkpoint is for bitsandbytes alone: the others have random weights")
     if importlib.util.find_spec("vllm") is None:
         print("serving: vLLM is not installed here: nothing was measured")
         return
@@ -341,12 +393,11 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if arguments.one:
         try:
-            print(f"ROW {json.dumps(measure(arguments, load))}")
+            print(f"\nROW {json.dumps(measure(arguments, load))}", flush=True)
         except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)  # vLLM's threads would keep the process
+            traceback.print_exc(file=sys.stdout)
+            print("FAILED", flush=True)
+        time.sleep(TIMEOUT)  # the caller ends this process and those of vLLM
     rows = []
     for shape in QUICK_SHAPES if arguments.quick else (arguments.shape,):
         usual = MIXTURE_CONTENDERS if SHAPES[shape].experts else CONTENDERS

@@ -11,6 +11,34 @@ pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 PDL = "triton.enable_pdl"
 
 
+@pytest.fixture
+def started(monkeypatch):
+    """Stands in for a GPU and vLLM's configuration; returns a function that starts products early.
+
+    It returns the options of Inductor, and how often its kernels were changed.
+    """
+
+    def start(major, options, environment, is_safe):
+        from fdk_vllm.vllm_versions import start_products_early
+
+        calls = []
+        found = types.SimpleNamespace(start_kernels_early=lambda: calls.append(1) or is_safe)
+        compilation = types.SimpleNamespace(inductor_compile_config=options)
+        config = types.SimpleNamespace(compilation_config=compilation)
+        monkeypatch.setitem(sys.modules, "fdk_cuda", types.ModuleType("fdk_cuda"))
+        monkeypatch.setitem(sys.modules, "fdk_cuda.inductor", None if is_safe is None else found)
+        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+        monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", environment)
+        start_products_early()
+        return options, len(calls)
+
+    return start
+
+
 @pytest.mark.parametrize(
     ("major", "options", "environment", "is_safe", "wanted"),
     [
@@ -24,22 +52,22 @@ PDL = "triton.enable_pdl"
     ],
     ids=["hopper", "option", "environment", "other-torch", "no-fdk-cuda", "ampere", "cpu"],
 )
-def test_products_start_early_on_hopper(monkeypatch, major, options, environment, is_safe, wanted):
-    from fdk_vllm.vllm_versions import start_products_early
+def test_products_start_early_on_hopper(started, major, options, environment, is_safe, wanted):
+    assert started(major, options, environment, is_safe)[0] == wanted
 
-    found = types.SimpleNamespace(start_kernels_early=lambda: is_safe)
-    monkeypatch.setitem(sys.modules, "fdk_cuda", types.ModuleType("fdk_cuda"))
-    monkeypatch.setitem(sys.modules, "fdk_cuda.inductor", None if is_safe is None else found)
-    compilation = types.SimpleNamespace(inductor_compile_config=options)
-    config = types.SimpleNamespace(compilation_config=compilation)
-    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", environment)
-    start_products_early()
-    assert options == wanted
+
+@pytest.mark.parametrize(("options", "environment"), [({}, "1"), ({PDL: True}, None)])
+def test_kernels_are_changed_for_who_chose_the_option(started, options, environment):
+    assert started(10, dict(options), environment, True) == (options, 1)
+
+
+@pytest.mark.parametrize(("options", "environment"), [({}, "1"), ({PDL: True}, None)])
+def test_a_choice_that_is_not_safe_is_turned_off_once(started, options, environment, caplog):
+    options = dict(options)
+    for _ in range(2):
+        assert started(9, options, environment, False)[0] == {PDL: False}
+    (message,) = caplog.messages
+    assert message.startswith(f"fdk: {PDL} is turned off: kernels that torch")
 
 
 def test_inductor_has_the_option():

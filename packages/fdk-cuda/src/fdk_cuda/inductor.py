@@ -15,11 +15,15 @@ copies its first weights while the kernels ahead of it run.
 
 from typing import Any
 
+import torch
 from torch._inductor.codegen.triton import TritonKernel
 
 # Methods of Inductor's kernels in torch 2.11 to 2.13, called before a load or a store, after a
 # load, and with the finished code.
-METHODS = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl")
+REPLACED = ("_handle_pdl_before_access", "_handle_pdl_after_load", "_filter_pdl")
+READ = ("_enable_pdl_codegen", "GDC_LAUNCH", "GDC_WAIT")
+# Tells code in torch's caches of compiled graphs from what torch itself generates.
+CACHE_TAG = "fdk-early-kernels"
 
 
 def start_kernels_early() -> bool:
@@ -30,20 +34,22 @@ def start_kernels_early() -> bool:
     Returns:
         Whether this torch has what is changed. Otherwise ``triton.enable_pdl`` must be off.
     """
-    if not all(hasattr(TritonKernel, name) for name in METHODS):
+    if not all(hasattr(TritonKernel, name) for name in REPLACED + READ):
         return False
-    for name, method in zip(METHODS, (_before_access, _after_load, _move_to_start), strict=True):
+    for name, method in zip(REPLACED, (_before_access, _after_load, _move_to_start), strict=True):
         setattr(TritonKernel, name, method)
+    settings: Any = torch.compiler.config
+    if CACHE_TAG not in settings.cache_key_tag:
+        settings.cache_key_tag += CACHE_TAG
     return True
 
 
 def _before_access(
     self: Any, buffer: Any, *dependencies: object, consider_reads: bool = False
 ) -> None:
-    """Writes a wait: kernels that are parts of a larger one keep it here."""
+    """Marks the code as one that must wait."""
     if self._enable_pdl_codegen():
-        is_loop = self.inside_reduction and self.range_trees[-1].is_loop
-        (self.body if is_loop else buffer).writeline(self.GDC_WAIT)
+        buffer.writeline(self.GDC_WAIT)
 
 
 def _after_load(self: Any, buffer: Any, result: object) -> None:

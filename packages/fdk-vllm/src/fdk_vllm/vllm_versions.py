@@ -16,6 +16,7 @@ What is the same in both: entry point, ``register_quantization_config``, the arg
 ``load_weights``, names of parameters and ``expert_map``, and ``FusedMoEMethodBase``.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ from typing import Any
 import torch
 
 OLDEST, NEWEST = (0, 25), (0, 32)
+# Inductor's option for programmatic dependent launch, and torch's variable for it.
+PDL, PDL_VARIABLE = "triton.enable_pdl", "TORCHINDUCTOR_ENABLE_PDL"
+
+logger = logging.getLogger(__name__)
 
 
 def empty_mapper() -> Any:
@@ -56,7 +61,7 @@ def start_products_early() -> None:
 
     That is torch's option ``triton.enable_pdl`` (programmatic dependent launch), made safe by
     ``fdk_cuda.inductor``. A value in ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL``
-    stays. To be called before vLLM compiles the model, as while it makes the layers.
+    stays where it is safe. To be called before vLLM compiles the model, as while it makes layers.
     """
     from vllm.config import get_current_vllm_config
 
@@ -66,11 +71,18 @@ def start_products_early() -> None:
         from fdk_cuda.inductor import start_kernels_early
     except ImportError:  # products are computed by another backend
         return
-    has_choice = "TORCHINDUCTOR_ENABLE_PDL" in os.environ
-    is_hopper = torch.cuda.get_device_capability()[0] == 9
-    if start_kernels_early() and is_hopper and not has_choice:
-        options = get_current_vllm_config().compilation_config.inductor_compile_config
-        options.setdefault("triton.enable_pdl", True)
+    options = get_current_vllm_config().compilation_config.inductor_compile_config
+    choice = options.get(PDL, os.environ.get(PDL_VARIABLE))
+    if start_kernels_early():
+        if choice is None and torch.cuda.get_device_capability()[0] == 9:
+            options[PDL] = True
+    elif choice in (True, "1"):
+        options[PDL] = False
+        logger.warning(
+            "fdk: %s is turned off: kernels that torch %s generates may not wait for fdk's",
+            PDL,
+            torch.__version__,
+        )
 
 
 def adapters_reach_experts() -> bool:

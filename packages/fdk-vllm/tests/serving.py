@@ -142,6 +142,35 @@ def plain_folder(folder, model):
     return folder
 
 
+def two_checkpoints(folder, first, second, format):
+    """Packs two models of one architecture, the second's weights rolled by a row.
+
+    Returns:
+        The quantised models, and their folders.
+    """
+    for parameter in second.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+    models = [quantised(model, format) for model in (first, second)]
+    folders = [packed_folder(folder / str(i), model, format) for i, model in enumerate(models)]
+    return models, folders
+
+
+LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(folder, base, names=LLAMA_LAYERS):
+    """Writes an adapter of random weights, of the layers with these names."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=list(names), task_type="CAUSAL_LM")
+    adapted = get_peft_model(base, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(folder)
+    return folder
+
+
 def prompts(count, vocabulary, shortest=4, longest=24):
     """Returns lists of token ids."""
     generator = torch.Generator().manual_seed(2)

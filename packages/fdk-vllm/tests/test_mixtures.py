@@ -86,21 +86,16 @@ def test_deepseek_v2(while_loading, tmp_path):
 
 @pytest.mark.slow
 def test_adapter_beside_quantised_experts(tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel
     from vllm.lora.request import LoRARequest
 
     base, targets = quantised(tiny_mixture("Qwen3Moe"), FORMAT), ["q_proj", "v_proj", "o_proj"]
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
-    adapted = get_peft_model(tiny_mixture("Qwen3Moe"), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = serving.write_adapter(tmp_path / "adapter", tiny_mixture("Qwen3Moe"), targets)
     folder = packed_folder(tmp_path / "base", base, FORMAT)
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    model = PeftModel.from_pretrained(base, adapter).eval()
     options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
     with engine(folder, **options) as llm:
-        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        request = LoRARequest("adapter", 1, str(adapter))
         assert_same_tokens(model, llm, PROMPTS, lora_request=request)
 
 

@@ -240,13 +240,7 @@ def test_compiled_graphs_hold_no_weights(tmp_path, monkeypatch):
 
 def test_reload_of_weights(tmp_path):
     first, second = serving.tiny_model(), serving.tiny_model()
-    for parameter in second.parameters():
-        parameter.data = parameter.data.roll(1, 0)
-    models = [quantised(model, "int4-g64") for model in (first, second)]
-    folders = [
-        packed_folder(tmp_path / name, model, "int4-g64")
-        for name, model in zip("ab", models, strict=True)
-    ]
+    models, folders = serving.two_checkpoints(tmp_path, first, second, "int4-g64")
     with engine(folders[0]) as llm:
         assert_same_tokens(models[0], llm, PROMPTS)
         product = model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
@@ -259,24 +253,16 @@ def test_reload_of_weights(tmp_path):
 
 
 def test_adapter_over_quantised_layers(tmp_path):
-    from peft import LoraConfig, get_peft_model
+    from peft import PeftModel
     from vllm.lora.request import LoRARequest
 
     base = quantised(serving.tiny_model(), FORMAT)
     folder = packed_folder(tmp_path / "base", base, FORMAT)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM")
-    adapted = get_peft_model(serving.tiny_model(), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    adapted.save_pretrained(tmp_path / "adapter")
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    adapter = str(serving.write_adapter(tmp_path / "adapter", serving.tiny_model()))
+    model = PeftModel.from_pretrained(base, adapter).eval()
     options = {"enable_lora": True, "max_lora_rank": 8}
     with engine(folder, **options) as llm:
-        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        request = LoRARequest("adapter", 1, adapter)
         with_adapter = assert_same_tokens(model, llm, PROMPTS, lora_request=request)
         with model.disable_adapter():
             without = assert_same_tokens(model, llm, PROMPTS)

@@ -97,14 +97,7 @@ def test_sleep(format, tmp_path):
 
 
 def test_reloaded_weights_are_what_graphs_read(tmp_path):
-    first, second = tiny_model(), tiny_model()
-    for parameter in second.parameters():
-        parameter.data = parameter.data.roll(1, 0)
-    models = [quantised(model, "int4-g64") for model in (first, second)]
-    folders = [
-        packed_folder(tmp_path / name, model, "int4-g64")
-        for name, model in zip("ab", models, strict=True)
-    ]
+    models, folders = serving.two_checkpoints(tmp_path, tiny_model(), tiny_model(), "int4-g64")
     with engine(folders[0]) as llm:
         assert_same_tokens(models[0], llm, PROMPTS, gap=GAP)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
@@ -113,21 +106,15 @@ def test_reloaded_weights_are_what_graphs_read(tmp_path):
 
 
 def test_adapter_over_quantised_layers(tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel
     from vllm.lora.request import LoRARequest
 
     base = quantised(tiny_model(), FORMAT)
     folder = packed_folder(tmp_path / "base", base, FORMAT)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM")
-    adapted = get_peft_model(tiny_model(), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    adapted.save_pretrained(tmp_path / "adapter")
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    adapter = str(serving.write_adapter(tmp_path / "adapter", tiny_model()))
+    model = PeftModel.from_pretrained(base, adapter).eval()
     with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
-        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        request = LoRARequest("adapter", 1, adapter)
         adapted = assert_same_tokens(model, llm, PROMPTS, gap=GAP, lora_request=request)
         with model.disable_adapter():
             assert assert_same_tokens(model, llm, PROMPTS, gap=GAP) != adapted

@@ -16,7 +16,8 @@ copies its first weights while the kernels ahead of it run.
 from typing import Any
 
 import torch
-from torch._inductor.codegen.triton import TritonKernel
+
+from fdk_formats.torch_internals import inductor_kernel_class
 
 # Methods of Inductor's kernels in torch 2.11 to 2.13, called before a load or a store, after a
 # load, and with the finished code.
@@ -34,10 +35,11 @@ def start_kernels_early() -> bool:
     Returns:
         Whether this torch has what is changed. Otherwise ``triton.enable_pdl`` must be off.
     """
-    if not all(hasattr(TritonKernel, name) for name in REPLACED + READ):
+    kernel_class = inductor_kernel_class()
+    if not all(hasattr(kernel_class, name) for name in REPLACED + READ):
         return False
     for name, method in zip(REPLACED, (_before_access, _after_load, _move_to_start), strict=True):
-        setattr(TritonKernel, name, method)
+        setattr(kernel_class, name, method)
     settings: Any = torch.compiler.config
     if CACHE_TAG not in settings.cache_key_tag:
         settings.cache_key_tag += CACHE_TAG

@@ -29,6 +29,8 @@ Elsewhere:
 - ``Tensor._version``: number of in-place changes of a tensor.
 - ``with_module`` and ``module`` of a hook before ``load_state_dict``: the module it is called with.
 - ``torch._inductor.config``: options of torch.compile for a measurement.
+- ``torch._inductor.codegen.triton.TritonKernel``: how Inductor writes a kernel's code; which of its
+  names are used says ``fdk_cuda.inductor``.
 
 Layouts and layers also use what ``nn.Module`` offers its subclasses under a leading underscore.
 They override ``_apply``, ``_save_to_state_dict`` and ``_load_from_state_dict``, because hooks can
@@ -178,6 +180,13 @@ def inductor_config() -> Any:
     from torch._inductor import config
 
     return config
+
+
+def inductor_kernel_class() -> Any:
+    """Returns the class of the kernels that torch.compile generates; its import takes seconds."""
+    from torch._inductor.codegen.triton import TritonKernel
+
+    return TritonKernel
 
 
 def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fdk_formats.backends import ExpertBackend, Problem
 from fdk_formats.format import Format
+from fdk_formats.reference import ReferenceBackend
 from fdk_formats.tensor import QuantisedStack
 from fdk_formats.testing.cases import (
     ALL_BITS,
@@ -284,7 +285,8 @@ def check_expert_bad_input(backend: ExpertBackend, case: ExpertCase) -> None:
         rows = layout(spoilt, ids, bias)
     nan = rows.isnan().all(-1)
     assert torch.equal(nan[-1], ids[-1] >= 0), f"{case}: NaN in x is lost, or where no expert is"
-    assert torch.equal(rows[:-1], y[:-1]), f"{case}: NaN in a token reaches other tokens"
+    if backend.name != ReferenceBackend.name or _torch_keeps_rows_apart(spoilt, case.n):
+        assert torch.equal(rows[:-1], y[:-1]), f"{case}: NaN in a token reaches other tokens"
     if stack.scale.is_floating_point():  # a NaN scale stays in its expert
         expert = int(ids.max())
         if expert >= 0:
@@ -293,6 +295,16 @@ def check_expert_bad_input(backend: ExpertBackend, case: ExpertCase) -> None:
                 y = backend.pack_stack(stack, dtype=case.dtype)(x, ids, bias)
             assert torch.equal(y[..., 0].isnan(), ids == expert), f"{case}: a NaN scale"
             assert not y[..., 1:].isnan().any(), f"{case}: a NaN scale reaches other outputs"
+
+
+def _torch_keeps_rows_apart(x: Tensor, n: int) -> bool:
+    """Returns whether a NaN in the last row of x stays there in torch's own product.
+
+    With AMX, oneDNN reads into the next row where k is no multiple of 32: seen in bf16 with 17 rows
+    of 80 and 88 values (torch 2.13).
+    """
+    y = torch.nn.functional.linear(x, x.new_zeros(n, x.shape[1]))
+    return not bool(y[:-1].isnan().any())
 
 
 def _with_gradients(

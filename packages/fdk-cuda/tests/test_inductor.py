@@ -124,7 +124,7 @@ def test_kernels_start_the_next_one_and_wait_before_anything_else(
 
 @pytest.mark.usefixtures("hopper")
 def test_inductor_itself_starts_the_next_one_after_its_loads() -> None:
-    """What is replaced is there, and matters."""
+    """The replaced methods take effect: torch's own place the start elsewhere."""
     (lines,) = kernels_of(*CASES["loop"])
     loads = [i for i, line in enumerate(lines) if "tl.load(" in line]
     assert lines.index(START) > loads[0]

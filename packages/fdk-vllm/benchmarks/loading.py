@@ -15,16 +15,14 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from serving import SHAPES, config_of, first_error
+from serving import SHAPES, config_of, record, report, result_of
 
 CONTENDERS = ("bf16", "packed", "quantised")
 
@@ -81,24 +79,21 @@ def load(folder: Path, contender: str, format: str) -> float:
     return seconds
 
 
-def run_apart(arguments: argparse.Namespace, folder: Path, task: str) -> dict[str, Any]:
-    """Runs a task in a process of its own, which leaves no memory behind; returns its result."""
-    command = [sys.executable, __file__, "--folder", str(folder), "--task", task]
-    command += ["--shape", arguments.shape, "--format", arguments.format]
-    done = subprocess.run(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    lines = done.stdout.splitlines()
-    results = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(results[-1]) if results else {"error": first_error(lines)}
-    return found
+def work(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Does the task of a process: writes the checkpoints, or loads one and times it."""
+    if arguments.task == "write":
+        write_checkpoints(arguments.folder, arguments.shape, arguments.format)
+        return {}
+    return {"s": round(load(arguments.folder, arguments.task, arguments.format), 2)}
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> None:
     """Measures the contenders in turns."""
     folder = folder / f"{arguments.shape}-{arguments.format}"
+    command = [sys.executable, __file__, "--folder", str(folder)]
+    command += ["--shape", arguments.shape, "--format", arguments.format, "--task"]
     if not (folder / "packed" / "model.safetensors").exists():
-        written = run_apart(arguments, folder, "write")
+        written = result_of([*command, "write"])
         if "error" in written:
             raise SystemExit(f"loading: no checkpoints in {folder}: {written['error']}")
     for path in folder.glob("*/*.safetensors"):
@@ -107,12 +102,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> None:
                 pass
     for contender in CONTENDERS * arguments.rounds:
         row = {"contender": contender, "shape": arguments.shape, "format": arguments.format}
-        row |= run_apart(arguments, folder, contender)
-        print(json.dumps(row), flush=True)
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        record(row | result_of([*command, contender]), arguments.out)
 
 
 def main() -> None:
@@ -129,18 +119,7 @@ def main() -> None:
     arguments.shape = arguments.shape or ("tiny" if arguments.quick else "8b")
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 2)
     if arguments.task:
-        result: dict[str, Any] = {}
-        try:
-            if arguments.task == "write":
-                write_checkpoints(arguments.folder, arguments.shape, arguments.format)
-            else:
-                seconds = load(arguments.folder, arguments.task, arguments.format)
-                result["s"] = round(seconds, 2)
-            print(f"\nRESULT {json.dumps(result)}")
-        except Exception:
-            traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(0)  # vLLM's threads would keep the process
+        report(lambda: work(arguments))
     if importlib.util.find_spec("vllm") is None:
         print("loading: vLLM is not installed here: nothing was measured")
         return

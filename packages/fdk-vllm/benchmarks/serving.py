@@ -261,8 +261,7 @@ def measure(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
             load_format="bitsandbytes" if is_stored else "dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=max(length, load.prompt + max(load.long, load.short + PROFILED_STEPS))
-            + 16,
+            max_model_len=max(length, load.prompt + max(load.long, profiled)) + 16,
             max_num_seqs=max(load.sequences),
             enable_prefix_caching=False,
             **options,
@@ -323,7 +322,15 @@ def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict
     command += ["--tp", str(arguments.tp), *(["--quick"] if arguments.quick else [])]
     command += ["--profile"] if arguments.profile else []
     command += ["--checkpoint", str(arguments.checkpoint)] if arguments.checkpoint else []
-    failed = {"contender": contender, "shape": shape, "tp": arguments.tp}
+    return {"contender": contender, "shape": shape, "tp": arguments.tp} | result_of(command)
+
+
+def result_of(command: list[str]) -> dict[str, Any]:
+    """Runs a command that calls ``report``, in a process of its own, which leaves no memory in use.
+
+    Returns:
+        What it reports, or its ``error``.
+    """
     # A session: vLLM's processes outlive one that fails.
     process = subprocess.Popen(
         command,
@@ -338,16 +345,35 @@ def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict
     lines = []
     for line in process.stdout:
         lines.append(line.strip())
-        if line.startswith(("ROW ", "FAILED")):
+        if line.startswith(("RESULT ", "FAILED")):
             break
     timer.cancel()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if lines and lines[-1].startswith("ROW "):
-        row: dict[str, Any] = json.loads(lines[-1].removeprefix("ROW "))
-        return row
-    return failed | {"error": first_error(lines)}
+    if lines and lines[-1].startswith("RESULT "):
+        result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+        return result
+    return {"error": first_error(lines)}
+
+
+def report(work: Callable[[], dict[str, Any]]) -> None:
+    """Prints the result of work, or its error, for ``result_of``, which then ends this process."""
+    try:
+        print(f"\nRESULT {json.dumps(work())}", flush=True)
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        print("FAILED", flush=True)
+    time.sleep(TIMEOUT)
+
+
+def record(row: dict[str, Any], out: Path | None) -> None:
+    """Prints a row, and adds it to a file."""
+    print(json.dumps(row), flush=True)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def first_error(lines: list[str]) -> str:
@@ -392,22 +418,13 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if arguments.one:
-        try:
-            print(f"\nROW {json.dumps(measure(arguments, load))}", flush=True)
-        except Exception:
-            traceback.print_exc(file=sys.stdout)
-            print("FAILED", flush=True)
-        time.sleep(TIMEOUT)  # the caller ends this process and those of vLLM
+        report(lambda: measure(arguments, load))
     rows = []
     for shape in QUICK_SHAPES if arguments.quick else (arguments.shape,):
         usual = MIXTURE_CONTENDERS if SHAPES[shape].experts else CONTENDERS
         for contender in arguments.contenders or (QUICK_CONTENDERS if arguments.quick else usual):
             rows.append(run_apart(contender, shape, arguments))
-            print(json.dumps(rows[-1]), flush=True)
-            if arguments.out:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                with arguments.out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            record(rows[-1], arguments.out)
     print(table(rows))
 
 

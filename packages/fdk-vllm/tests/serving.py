@@ -171,6 +171,12 @@ def write_adapter(folder, base, names=LLAMA_LAYERS):
     return folder
 
 
+def requested(format, **settings):
+    """Returns the options of an engine that quantises a 16-bit checkpoint while loading."""
+    config = {"quant_method": "fdk", "format": format} | settings
+    return {"hf_overrides": {"quantization_config": config}}
+
+
 def prompts(count, vocabulary, shortest=4, longest=24):
     """Returns lists of token ids."""
     generator = torch.Generator().manual_seed(2)
@@ -256,6 +262,11 @@ def answers(client):
 def model_of(llm):
     """Returns the model that vLLM built in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def first_product(llm):
+    """Returns the product of queries, keys and values in the first layer of vLLM's model."""
+    return model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
 
 
 def generate(llm, token_ids, count=16, **options):

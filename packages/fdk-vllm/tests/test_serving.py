@@ -6,7 +6,17 @@ import os
 import pytest
 import serving
 import torch
-from serving import TINY, assert_same_tokens, engine, model_of, packed_folder, prompts, quantised
+from serving import (
+    TINY,
+    assert_same_tokens,
+    engine,
+    first_product,
+    model_of,
+    packed_folder,
+    prompts,
+    quantised,
+    requested,
+)
 
 pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 
@@ -23,11 +33,6 @@ def methods(llm):
         for name, method in found.items()
         if hasattr(method, "weights") and method.weights.product is not None
     }
-
-
-def requested(format, **settings):
-    config = {"quant_method": "fdk", "format": format} | settings
-    return {"hf_overrides": {"quantization_config": config}}
 
 
 # Packed checkpoints
@@ -243,13 +248,12 @@ def test_reload_of_weights(tmp_path):
     models, folders = serving.two_checkpoints(tmp_path, first, second, "int4-g64")
     with engine(folders[0]) as llm:
         assert_same_tokens(models[0], llm, PROMPTS)
-        product = model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
-        addresses = [buffer.data_ptr() for buffer in product.buffers().values()]
+        addresses = [buffer.data_ptr() for buffer in first_product(llm).buffers().values()]
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
         assert llm.reset_prefix_cache()
         assert_same_tokens(models[1], llm, PROMPTS)
-        product = model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
-        assert [buffer.data_ptr() for buffer in product.buffers().values()] == addresses
+        after = [buffer.data_ptr() for buffer in first_product(llm).buffers().values()]
+        assert after == addresses
 
 
 def test_adapter_over_quantised_layers(tmp_path):

@@ -10,7 +10,16 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import serving
 import torch
-from serving import TINY, assert_same_tokens, generate, packed_folder, prompts, quantised
+from serving import (
+    TINY,
+    assert_same_tokens,
+    first_product,
+    generate,
+    packed_folder,
+    prompts,
+    quantised,
+    requested,
+)
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
 
@@ -23,8 +32,8 @@ PROMPTS = prompts(8, TINY["vocab_size"])
 FORMAT = "kmeans4-g64"
 # Heads of 64 channels, which FlashAttention has kernels for.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 64}
-# What bf16 moves a logit by. The spread of the logits is above 1.
+EXPERTS = serving.MIXTURES["Qwen3Moe"] | {"head_dim": 64}
+# bf16 changes a logit by less. The logits of a token spread over more than 1.
 GAP = 0.1
 
 
@@ -41,14 +50,6 @@ def engine(folder, **options):
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
     }
     return serving.engine(folder, **defaults | options)
-
-
-def requested(format):
-    return {"hf_overrides": {"quantization_config": {"quant_method": "fdk", "format": format}}}
-
-
-def first_product(llm):
-    return serving.model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
 
 
 @pytest.mark.parametrize(

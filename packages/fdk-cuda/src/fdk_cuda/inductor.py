@@ -6,7 +6,7 @@ kernels of fdk, which let the next one start first and wait then:
 
 - A kernel two places ahead may still run. Of three products in a row that one kernel reads, it
   would wait for the last.
-- Reading the inputs takes most of a norm's time, so the product behind it hardly starts early.
+- Reading the inputs takes most of a norm's time, so the product after it hardly starts early.
 
 Here every kernel lets the next one start at once, and then waits, before it reads or writes
 anything. As each waits for the one before it, all before that are complete, too; and a product
@@ -38,7 +38,7 @@ def start_kernels_early() -> bool:
     kernel_class = inductor_kernel_class()
     if not all(hasattr(kernel_class, name) for name in REPLACED + READ):
         return False
-    for name, method in zip(REPLACED, (_before_access, _after_load, _move_to_start), strict=True):
+    for name, method in zip(REPLACED, (_write_nothing, _write_nothing, _begin), strict=True):
         setattr(kernel_class, name, method)
     settings: Any = torch.compiler.config
     if CACHE_TAG not in settings.cache_key_tag:
@@ -46,20 +46,11 @@ def start_kernels_early() -> bool:
     return True
 
 
-def _before_access(
-    self: Any, buffer: Any, *dependencies: object, consider_reads: bool = False
-) -> None:
-    """Marks the code as one that must wait."""
+def _write_nothing(self: Any, buffer: Any, *values: object, consider_reads: bool = False) -> None:
+    """Takes the place of what writes a wait or a start beside an access."""
+
+
+def _begin(self: Any, code: Any) -> None:
+    """Puts the start of the next kernel and the wait ahead of all else."""
     if self._enable_pdl_codegen():
-        buffer.writeline(self.GDC_WAIT)
-
-
-def _after_load(self: Any, buffer: Any, result: object) -> None:
-    """Writes nothing."""
-
-
-def _move_to_start(self: Any, code: Any) -> None:
-    """Replaces the waits by one at the start of the code, after the start of the next kernel."""
-    kept = [line for line in code._lines if not (isinstance(line, str) and self.GDC_WAIT in line)]
-    if len(kept) < len(code._lines):
-        code._lines = [self.GDC_LAUNCH, self.GDC_WAIT, *kept]
+        code._lines = [self.GDC_LAUNCH, self.GDC_WAIT, *code._lines]

@@ -13,9 +13,9 @@ def constant_on(
 ) -> Tensor:
     """Returns a tensor of constants, ``[len(values)]``; made once, for the host waits for a copy.
 
-    A thread of its own makes it. What rules the calling thread would spoil it for later callers:
-    a memory pool, as that of a CUDA graph or that which vLLM's sleep mode empties, inference mode,
-    and modes that trace.
+    It is made in a new thread, because the calling one may be in a state that a later caller is
+    not: allocating from a memory pool that is freed or emptied (of a CUDA graph, or in vLLM's sleep
+    mode), in inference mode, or tracing.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(torch.tensor, values, dtype=dtype, device=device).result()

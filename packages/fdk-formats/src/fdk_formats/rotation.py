@@ -65,7 +65,7 @@ def is_negative(index: int) -> bool:
 SIGNS = tuple(-1.0 if is_negative(index) else 1.0 for index in range(MAX_ROTATION_BLOCK))
 
 
-@cache
+@cache  # of its own: hashing 256 values takes 2 us (Xeon with AMX)
 def signs_on(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the signs of a block of inputs, ``[256]`` of +-1; smaller blocks use the first."""
     return constant_on(device, SIGNS, dtype)

@@ -29,8 +29,8 @@ Elsewhere:
 - ``Tensor._version``: number of in-place changes of a tensor.
 - ``with_module`` and ``module`` of a hook before ``load_state_dict``: the module it is called with.
 - ``torch._inductor.config``: options of torch.compile for a measurement.
-- ``torch._inductor.codegen.triton.TritonKernel``: how Inductor writes a kernel's code; which of its
-  names are used says ``fdk_cuda.inductor``.
+- ``torch._inductor.codegen.triton.TritonKernel``: writes the code of a kernel. The names of it that
+  fdk uses are in ``fdk_cuda.inductor``.
 
 Layouts and layers also use what ``nn.Module`` offers its subclasses under a leading underscore.
 They override ``_apply``, ``_save_to_state_dict`` and ``_load_from_state_dict``, because hooks can

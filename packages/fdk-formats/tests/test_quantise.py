@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdk_formats import Format, fit_codebook, quantise, scales
+from fdk_formats import Format, fit_codebook, packing, quantise, scales
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.encode import CodebookEncoder
 from fdk_formats.scales import decode_scale
@@ -203,7 +203,8 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(format, monkeypatch):
         assert same(quantise(weight, format), wanted)
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 500)
+    monkeypatch.setattr(packing, "CODES_PER_CHUNK", 500)
+    monkeypatch.setattr(scales, "CACHED_CHUNK", 500)
     small = quantise(weight, format)
     assert torch.equal(small.packed, wanted.packed)
     assert torch.equal(small.scale, wanted.scale)
@@ -485,7 +486,8 @@ def test_weight_is_checked(weight, error, message):
 @pytest.mark.parametrize("format", ["kmeans4-g16", "int1-g16", "nf4-g16-search", "affine4-g16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weight_must_be_finite(format, bad, monkeypatch):
-    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 96)  # the bad value is in a later chunk
+    monkeypatch.setattr(packing, "CODES_PER_CHUNK", 96)  # the bad value is in a later chunk
+    monkeypatch.setattr(scales, "CACHED_CHUNK", 96)
     weight = normal(7, 32)
     weight[5, 17] = weight[5, 30] = bad
     with pytest.raises(ValueError, match=f"finite.*, got {bad} at row 5, column 17"):

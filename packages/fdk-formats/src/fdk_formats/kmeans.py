@@ -225,11 +225,13 @@ class _Line:
 
     def refine(self, centroids: Array) -> Array:
         """Runs Lloyd's iterations; an empty cluster keeps its centroid."""
-        best, gain = centroids, self.gain(centroids)
+        best, clusters = centroids, self._clusters(centroids)
+        gain = _gain(best, clusters)
         for _ in range(MAX_ITERATIONS):
-            mass, moment = self._clusters(best)
+            mass, moment = clusters
             moved = np.where(mass > 0, moment / np.where(mass > 0, mass, 1), best)
-            before, gain = gain, self.gain(moved)
+            clusters = self._clusters(moved)
+            before, gain = gain, _gain(moved, clusters)
             if gain <= before:
                 break
             best = moved
@@ -244,8 +246,12 @@ class _Line:
 
     def gain(self, centroids: Array) -> float:
         """Returns how much lower the squared error is than with every point at the mean."""
-        mass, moment = self._clusters(centroids)
-        return float(np.sum(centroids * (2 * moment - centroids * mass)))
+        return _gain(centroids, self._clusters(centroids))
+
+
+def _gain(centroids: Array, clusters: tuple[Array, Array]) -> float:
+    mass, moment = clusters
+    return float(np.sum(centroids * (2 * moment - centroids * mass)))
 
 
 def best_partition(mass: Array, moment: Array, count: int) -> Indices:

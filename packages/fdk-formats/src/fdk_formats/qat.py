@@ -9,7 +9,7 @@ from torch.library import Library
 
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
-from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.packing import rows_per_chunk
 from fdk_formats.quantise import check_stack_arguments, checked_codebook, of_expert
 from fdk_formats.rotation import rotate
 from fdk_formats.scales import (
@@ -242,8 +242,8 @@ def _run_grad_codebook(
 
 def _row_chunks(matrix: Tensor) -> list[slice]:
     n, k = matrix.shape
-    size = CACHED_CHUNK if matrix.device.type == "cpu" else CODES_PER_CHUNK
-    step = max(1, size // k)
+    device = matrix.device
+    step = max(1, CACHED_CHUNK // k) if device.type == "cpu" else rows_per_chunk(device, k)
     return [slice(start, start + step) for start in range(0, n, step)]
 
 

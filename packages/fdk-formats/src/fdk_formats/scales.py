@@ -16,7 +16,7 @@ from fdk_formats.codebooks import named_codebook, uniform_values
 from fdk_formats.encode import CodebookEncoder, affine_codes, divide, weighted_sum
 from fdk_formats.format import SCALE_DTYPES, Format
 from fdk_formats.kmeans import Samples, fit_centroids, refit_centroids
-from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.packing import rows_per_chunk
 from fdk_formats.rotation import rotate, rotated_importance
 from fdk_formats.rounding import rounding_kernels_for
 
@@ -277,10 +277,10 @@ class GroupedWeight:
         n, k = self.weight.shape
         return n, k // self.group_size
 
-    def chunks(self, size: int | None = None) -> Iterator[Chunk]:
-        """Yields the rows in order, ``size`` or ``CODES_PER_CHUNK`` weights at a time."""
+    def chunks(self, step: int | None = None) -> Iterator[Chunk]:
+        """Yields the rows in order, ``step`` or ``rows_per_chunk`` at a time."""
         n, k = self.weight.shape
-        step = max(1, (size or CODES_PER_CHUNK) // k)
+        step = step or rows_per_chunk(self.weight.device, k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
             own, unrotated = self.weight[rows], None
@@ -435,7 +435,7 @@ class GroupedWeight:
         is_cached = device.type == "cpu" and (
             self.format.is_affine or rounding_kernels_for(device, 1 << self.format.bits) is None
         )
-        return self.chunks(min(CACHED_CHUNK, CODES_PER_CHUNK) if is_cached else CODES_PER_CHUNK)
+        return self.chunks(max(1, CACHED_CHUNK // self.weight.shape[1]) if is_cached else None)
 
     def _search_codebook(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         """Fits codebook and scales to each other; returns the pair of least error.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
+from fdk_formats.packing import packed_width, rows_per_chunk, unpack
 from fdk_formats.rotation import rotate
 from fdk_formats.scales import decode, decode_scale
 
@@ -233,7 +233,7 @@ class QuantisedTensor(CanonicalWeight):
         _check_floating("dequantise", dtype)
         n, k = self.shape
         out = torch.empty((n, k), dtype=dtype, device=self.device)
-        step = max(1, CODES_PER_CHUNK // k)
+        step = rows_per_chunk(self.device, k)
         for start in range(0, n, step):
             out[start : start + step] = self.rows(start, start + step, dtype)
         return out
@@ -395,7 +395,7 @@ def relative_error(weight: Tensor, q: CanonicalWeight) -> float:
         )
     if weight.shape != q.shape:
         raise ValueError(f"relative_error: weight must be {q.shape}, got {list(weight.shape)}")
-    step = max(1, CODES_PER_CHUNK // q.shape[-1])
+    step = rows_per_chunk(weight.device, q.shape[-1])
     error = torch.zeros((), dtype=torch.float64, device=weight.device)
     total = error.clone()
     for source, own in zip(weight.reshape(-1, *q.shape[-2:]), q.matrices(), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
-from fdk_formats.packing import CODES_PER_CHUNK, pack, packed_width
+from fdk_formats.packing import pack, packed_width, rows_per_chunk
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import MAX_ZERO_POINT, QuantisedTensor
 
@@ -109,7 +109,7 @@ class BlockType:
 
     def _chunks(self, data: Tensor, n: int, k: int) -> Iterator[tuple[slice, Decoded]]:
         rows = data.view(n, -1)
-        step = max(1, CODES_PER_CHUNK // k)
+        step = rows_per_chunk(data.device, k)
         for start in range(0, n, step):
             chunk = slice(start, start + step)
             yield chunk, self.decode(rows[chunk].reshape(-1, self.nbytes))

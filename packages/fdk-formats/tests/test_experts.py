@@ -359,6 +359,20 @@ def test_parts_of_a_stack_compute_parts_of_the_sum(format):
         stack.experts(5, 7)
 
 
+@pytest.mark.parametrize("says_so", [True, False], ids=["parallel", "transformers-5.17"])
+def test_experts_of_other_processes_add_nothing(says_so, backend):
+    """transformers gives them the id ``num_experts``; 5.17 does not say whether there are any."""
+    experts = quantise_model(Mixture(), FORMAT, backend=backend).experts
+    x, ids, weights = torch.randn(5, 32), torch.randint(4, (5, 2)), torch.rand(5, 2)
+    away = torch.rand(5, 2) < 0.5
+    wanted = experts(x, ids, weights.masked_fill(away, 0))
+    if says_so:
+        experts._is_expert_parallel = True
+    else:
+        del experts._is_expert_parallel
+    torch.testing.assert_close(experts(x, ids.masked_fill(away, 4), weights), wanted)
+
+
 def test_overrides_name_the_projections(mixture):
     with pytest.raises(ValueError, match=r"fits no .*experts\.gate_up_proj"):
         quantise_model(mixture, FORMAT, overrides={"nothing": None})

@@ -142,7 +142,7 @@ def plain_folder(folder, model):
     return folder
 
 
-def two_checkpoints(folder, first, second, format):
+def two_checkpoints(folder, first, second, format, **options):
     """Packs two models of one architecture, the second's weights rolled by a row.
 
     Returns:
@@ -150,7 +150,7 @@ def two_checkpoints(folder, first, second, format):
     """
     for parameter in second.parameters():
         parameter.data = parameter.data.roll(1, 0)
-    models = [quantised(model, format) for model in (first, second)]
+    models = [quantised(model, format, **options) for model in (first, second)]
     folders = [packed_folder(folder / str(i), model, format) for i, model in enumerate(models)]
     return models, folders
 
@@ -264,9 +264,9 @@ def model_of(llm):
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
-def first_product(llm):
+def first_product(model):
     """Returns the product of queries, keys and values in the first layer of vLLM's model."""
-    return model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights.product
+    return model.model.layers[0].self_attn.qkv_proj.quant_method.weights.product
 
 
 def generate(llm, token_ids, count=16, **options):

@@ -13,11 +13,9 @@ import torch
 from serving import (
     TINY,
     assert_same_tokens,
-    first_product,
     generate,
     packed_folder,
     prompts,
-    quantised,
     requested,
 )
 
@@ -37,8 +35,23 @@ EXPERTS = serving.MIXTURES["Qwen3Moe"] | {"head_dim": 64}
 GAP = 0.1
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes(environment):
+    """Gives each engine a process, which ends with it; a forked one would hang in OpenMP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for functions
+        yield
+
+
 def tiny_model(kind="Llama", **changes):
     return serving.tiny_model(kind, **HEADS | changes)
+
+
+def quantised(model, format, **options):
+    """Quantises a model that stays on the CPU, where no kernels are needed."""
+    return serving.quantised(model, format, backend="reference", **options)
 
 
 def engine(folder, **options):
@@ -50,6 +63,10 @@ def engine(folder, **options):
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
     }
     return serving.engine(folder, **defaults | options)
+
+
+def backends_of_first_product(worker):
+    return serving.first_product(worker.get_model()).backends
 
 
 @pytest.mark.parametrize(
@@ -70,7 +87,7 @@ def engine(folder, **options):
 def test_graphs_choose_the_tokens_of_transformers(kind, changes, options, backends, tmp_path):
     model = quantised(tiny_model(kind, **changes), **options)
     with engine(packed_folder(tmp_path, model, options["format"])) as llm:
-        assert first_product(llm).backends == backends
+        assert llm.collective_rpc(backends_of_first_product) == [backends]
         assert_same_tokens(model, llm, PROMPTS, gap=GAP)
         assert_same_tokens(model, llm, PROMPTS[:1], gap=GAP)
 
@@ -98,7 +115,9 @@ def test_sleep(format, tmp_path):
 
 
 def test_reloaded_weights_are_what_graphs_read(tmp_path):
-    models, folders = serving.two_checkpoints(tmp_path, tiny_model(), tiny_model(), "int4-g64")
+    models, folders = serving.two_checkpoints(
+        tmp_path, tiny_model(), tiny_model(), "int4-g64", backend="reference"
+    )
     with engine(folders[0]) as llm:
         assert_same_tokens(models[0], llm, PROMPTS, gap=GAP)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})

@@ -27,7 +27,8 @@ def started(monkeypatch):
         config = types.SimpleNamespace(compilation_config=compilation)
         monkeypatch.setitem(sys.modules, "fdk_cuda", types.ModuleType("fdk_cuda"))
         monkeypatch.setitem(sys.modules, "fdk_cuda.inductor", None if is_safe is None else found)
-        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+        found_config = None if options is None else config
+        monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: found_config)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
         monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
@@ -49,8 +50,9 @@ def started(monkeypatch):
         (9, {}, None, None, {}),
         (8, {}, None, True, {}),
         (None, {}, None, True, {}),
+        (9, None, None, True, None),
     ],
-    ids=["hopper", "option", "environment", "other-torch", "no-fdk-cuda", "ampere", "cpu"],
+    ids=["hopper", "option", "environment", "torch", "no-fdk-cuda", "ampere", "cpu", "reload"],
 )
 def test_products_start_early_on_hopper(started, major, options, environment, is_safe, wanted):
     assert started(major, options, environment, is_safe)[0] == wanted

@@ -392,7 +392,8 @@ class QuantisedExperts(nn.Module):
 
 def local_experts(own: Any, expert_ids: Tensor) -> Tensor:
     """Replaces the ids of experts of other processes by -1."""
-    if not own._is_expert_parallel:
+    # transformers 5.17 does not say whether there are any.
+    if not getattr(own, "_is_expert_parallel", True):
         return expert_ids
     return expert_ids.where(expert_ids < own.num_experts, -1)
 

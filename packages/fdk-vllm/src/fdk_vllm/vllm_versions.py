@@ -61,17 +61,19 @@ def start_products_early() -> None:
 
     That is torch's option ``triton.enable_pdl`` (programmatic dependent launch), made safe by
     ``fdk_cuda.inductor``. A value in ``--compilation-config`` or ``TORCHINDUCTOR_ENABLE_PDL``
-    stays where it is safe. To be called before vLLM compiles the model, as while it makes layers.
+    stays where it is safe. To be called while vLLM makes layers; when it reloads their weights,
+    the model is compiled, and there is no configuration.
     """
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
 
-    if not torch.cuda.is_available():
+    config = get_current_vllm_config_or_none()
+    if config is None or not torch.cuda.is_available():
         return
     try:
         from fdk_cuda.inductor import start_kernels_early
     except ImportError:  # products are computed by another backend
         return
-    options = get_current_vllm_config().compilation_config.inductor_compile_config
+    options = config.compilation_config.inductor_compile_config
     choice = options.get(PDL, os.environ.get(PDL_VARIABLE))
     if start_kernels_early():
         if choice is None and torch.cuda.get_device_capability()[0] == 9:

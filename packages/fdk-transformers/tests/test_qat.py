@@ -3,6 +3,8 @@
 import pytest
 import tiny_models
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -102,7 +104,19 @@ def test_trainer_resumes_a_checkpoint(learn, name, tmp_path):
         torch.testing.assert_close(tensor, wanted[name], msg=name)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "mixtral",
+            marks=pytest.mark.skipif(
+                Version(transformers.__version__) < Version("5.21"),
+                reason="older transformers splits codebooks as it splits the experts",
+            ),
+        ),
+        "gpt_oss",
+    ],
+)
 def test_trainer_trains_a_mixture_that_converts_exactly(name, tmp_path):
     whole = prepared((), name)
     experts = [n for n, each in whole.named_modules() if isinstance(each, QATExperts)]

@@ -115,6 +115,17 @@ class FdkExpertMethod(FusedMoEMethodBase):
         if self.moe.has_bias and self.moe.tp_rank > 0:
             layer.w2_bias.data.zero_()  # the first process adds it
 
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM leaves the routing of tokens to this method."""
+        return vllm_versions.methods_route_tokens()
+
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        """See ``FusedMoEMethodBase`` of vLLM."""
+        return self.apply(layer, x, *vllm_versions.route_on_cpu(layer, x, router_logits))
+
     def apply(
         self,
         layer: Any,

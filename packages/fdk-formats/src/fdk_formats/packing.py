@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-# Rows are processed in chunks of about this many codes, to keep temporaries small. On a GPU, chunks
-# of 2^20 took twice as long to quantise: launches and waits bounded them. Those of 2^23 need 330 MB.
+# Rows are processed in chunks of about this many codes, to keep temporaries small. On a GPU, small
+# chunks are bound by launches and waits: with 2^20 codes, quantising took twice as long.
+# 2^23 need 330 MB.
 CODES_PER_CHUNK = 1 << 20
 CODES_PER_CHUNK_OF_GPU = 1 << 23
 # torch has wider unsigned integers too, but cannot compute their minimum.

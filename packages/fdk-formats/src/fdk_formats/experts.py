@@ -392,7 +392,7 @@ class QuantisedExperts(nn.Module):
 
 def local_experts(own: Any, expert_ids: Tensor) -> Tensor:
     """Replaces the ids of experts of other processes by -1."""
-    # transformers 5.17 does not say whether there are any.
+    # transformers 5.17 lacks the attribute: there may be such ids.
     if not getattr(own, "_is_expert_parallel", True):
         return expert_ids
     return expert_ids.where(expert_ids < own.num_experts, -1)

@@ -1,4 +1,4 @@
-"""The method of vLLM's experts (``RoutedExperts``), which are computed after vLLM's own routing."""
+"""The method of vLLM's experts (``RoutedExperts``), which are computed after vLLM's routing."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -33,6 +33,7 @@ class FdkExpertMethod(FusedMoEMethodBase):
         self.plan, self.name = plan, name
         self.weights: ExpertWeights
         self._is_dummy = False
+        self._routes_tokens = vllm_versions.methods_route_tokens()
 
     def create_weights(
         self,
@@ -117,8 +118,8 @@ class FdkExpertMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether vLLM leaves the routing of tokens to this method."""
-        return vllm_versions.methods_route_tokens()
+        """True where vLLM leaves it to methods to call its routing."""
+        return self._routes_tokens
 
     def apply_monolithic(
         self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None

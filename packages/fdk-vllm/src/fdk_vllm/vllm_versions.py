@@ -89,7 +89,7 @@ def start_products_early() -> None:
 
 
 def methods_route_tokens() -> bool:
-    """Returns whether methods of experts route tokens as well: on CPUs, before ``CPURouter``."""
+    """Returns whether methods of experts call the routing: on CPUs, without ``CPURouter``."""
     from vllm.platforms import current_platform
 
     router = "vllm.model_executor.layers.fused_moe.router.cpu_router"

@@ -14,6 +14,7 @@ from serving import (
     packed_folder,
     prompts,
     quantised,
+    requested,
     tiny_mixture,
 )
 
@@ -23,7 +24,6 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 
 PROMPTS = prompts(8, TINY["vocab_size"])
 FORMAT = "kmeans4-g32"
-REQUESTED = {"quantization_config": {"quant_method": "fdk", "format": FORMAT}}
 
 
 def experts_of(llm):
@@ -58,7 +58,7 @@ def test_packed(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("Glm4Moe", marks=pytest.mark.slow)])
 def test_quantised_while_loading(kind, tmp_path):
     model = tiny_mixture(kind)
-    with engine(serving.plain_folder(tmp_path, model), hf_overrides=REQUESTED) as llm:
+    with engine(serving.plain_folder(tmp_path, model), **requested(FORMAT)) as llm:
         assert_same_tokens(quantised(model, FORMAT, fuse=True), llm, PROMPTS)
         assert all(product.backends == ["cpu", "cpu"] for product in experts_of(llm))
 
@@ -74,10 +74,10 @@ def test_deepseek_v2(while_loading, tmp_path):
     model = tiny_mixture("DeepseekV2")
     small = quantised(model, FORMAT, fuse=while_loading)
     if while_loading:
-        folder, options = serving.plain_folder(tmp_path / "source", model), REQUESTED
+        folder, options = serving.plain_folder(tmp_path / "source", model), requested(FORMAT)
     else:
-        folder, options = packed_folder(tmp_path / "source", small, FORMAT), None
-    with engine(folder, hf_overrides=options) as llm:
+        folder, options = packed_folder(tmp_path / "source", small, FORMAT), {}
+    with engine(folder, **options) as llm:
         tokens = serving.generate(llm, PROMPTS)
         (product,) = experts_of(llm)
         assert product.backends == ["cpu", "cpu"]
@@ -175,6 +175,6 @@ def test_compiled(tmp_path):
 @pytest.mark.slow
 def test_made_up_experts(tmp_path):
     serving.write_config(tmp_path, tiny_mixture("Qwen3Moe"))
-    with engine(tmp_path, load_format="dummy", hf_overrides=REQUESTED) as llm:
+    with engine(tmp_path, load_format="dummy", **requested(FORMAT)) as llm:
         assert len(serving.generate(llm, PROMPTS)) == len(PROMPTS)
         assert all(product.backends == ["cpu", "cpu"] for product in experts_of(llm))

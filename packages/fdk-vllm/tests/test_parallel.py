@@ -71,6 +71,5 @@ def test_replicated_heads(tmp_path):
 def test_tensor_parallel_quantises_whole_weights(tmp_path):
     model = serving.tiny_model()
     folder = serving.plain_folder(tmp_path, model)
-    config = {"quantization_config": {"quant_method": "fdk", "format": "kmeans3-g32"}}
-    with engine(folder, hf_overrides=config, **processes(2)) as llm:
+    with engine(folder, **serving.requested("kmeans3-g32"), **processes(2)) as llm:
         assert_same_tokens(quantised(model, "kmeans3-g32", fuse=True), llm, PROMPTS)

@@ -10,14 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import serving
 import torch
-from serving import (
-    TINY,
-    assert_same_tokens,
-    generate,
-    packed_folder,
-    prompts,
-    requested,
-)
+from serving import TINY, assert_same_tokens, generate, packed_folder, prompts, requested
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
 

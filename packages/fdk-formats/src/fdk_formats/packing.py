@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 # Rows are processed in chunks of about this many codes, to keep temporaries small. On a GPU, small
-# chunks are bound by launches and waits: with 2^20 codes, quantising took twice as long.
+# chunks are bound by launches and waits: with 2^20 codes, quantising took twice as long. Those of
 # 2^23 need 330 MB.
 CODES_PER_CHUNK = 1 << 20
 CODES_PER_CHUNK_OF_GPU = 1 << 23
@@ -17,9 +17,15 @@ def packed_width(bits: int, k: int) -> int:
     return (k * bits + 7) // 8
 
 
-def rows_per_chunk(device: torch.device, k: int) -> int:
-    """Returns how many rows of ``k`` codes to process at a time on a device."""
-    codes = CODES_PER_CHUNK if device.type == "cpu" else CODES_PER_CHUNK_OF_GPU
+def rows_per_chunk(device: torch.device, k: int, on_cpu: int | None = None) -> int:
+    """Returns how many rows of ``k`` codes to process at a time on a device.
+
+    Args:
+        device: where they are.
+        k: codes in a row.
+        on_cpu: codes of a chunk on a CPU, if not ``CODES_PER_CHUNK``.
+    """
+    codes = (on_cpu or CODES_PER_CHUNK) if device.type == "cpu" else CODES_PER_CHUNK_OF_GPU
     return max(1, codes // k)
 
 

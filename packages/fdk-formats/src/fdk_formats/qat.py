@@ -242,8 +242,7 @@ def _run_grad_codebook(
 
 def _row_chunks(matrix: Tensor) -> list[slice]:
     n, k = matrix.shape
-    device = matrix.device
-    step = max(1, CACHED_CHUNK // k) if device.type == "cpu" else rows_per_chunk(device, k)
+    step = rows_per_chunk(matrix.device, k, CACHED_CHUNK)
     return [slice(start, start + step) for start in range(0, n, step)]
 
 

@@ -277,10 +277,10 @@ class GroupedWeight:
         n, k = self.weight.shape
         return n, k // self.group_size
 
-    def chunks(self, step: int | None = None) -> Iterator[Chunk]:
-        """Yields the rows in order, ``step`` or ``rows_per_chunk`` at a time."""
+    def chunks(self, on_cpu: int | None = None) -> Iterator[Chunk]:
+        """Yields the rows in order; see ``rows_per_chunk``."""
         n, k = self.weight.shape
-        step = step or rows_per_chunk(self.weight.device, k)
+        step = rows_per_chunk(self.weight.device, k, on_cpu)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
             own, unrotated = self.weight[rows], None
@@ -435,7 +435,7 @@ class GroupedWeight:
         is_cached = device.type == "cpu" and (
             self.format.is_affine or rounding_kernels_for(device, 1 << self.format.bits) is None
         )
-        return self.chunks(max(1, CACHED_CHUNK // self.weight.shape[1]) if is_cached else None)
+        return self.chunks(CACHED_CHUNK if is_cached else None)
 
     def _search_codebook(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         """Fits codebook and scales to each other; returns the pair of least error.

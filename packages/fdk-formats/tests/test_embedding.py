@@ -93,6 +93,10 @@ def test_refused_sources():
         made(max_norm=1.0)
     with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Embedding, got Linear"):
         QuantisedEmbedding.from_embedding(nn.Linear(64, 64), "int4-g32")
+    source = nn.Embedding(10, 64)
+    source.forward = lambda ids: ids
+    with pytest.raises(ValueError, match=r"with the forward of torch\.nn\.Embedding"):
+        QuantisedEmbedding.from_embedding(source, "int4-g32")
     with pytest.raises(
         ValueError, match="k must be a positive multiple of 48, got k=64; int4-g32 "
     ):

@@ -295,6 +295,13 @@ def test_a_header_that_cannot_be_read_back_replaces_nothing(path, arguments, mes
     assert load(path)["a"].tolist() == [1, 1, 1]
 
 
+def test_a_bool_that_load_would_refuse_replaces_nothing(path):
+    save(path, {"a": torch.ones(3)})
+    with pytest.raises(ValueError, match="save: a: a bool must be a byte of 0 or 1"):
+        save(path, {"a": torch.tensor([0, 1, 2], dtype=torch.uint8).view(torch.bool)})
+    assert load(path)["a"].tolist() == [1, 1, 1]
+
+
 def test_a_lone_surrogate_in_an_alias(path):
     tensor = torch.ones(2)
     with pytest.raises(ValueError, match=r"cannot be read back, .*surrogates"):

@@ -46,6 +46,19 @@ def test_from_linear(bias, dtype):
     assert quantised.format == Format.parse("nf4-g64")
 
 
+class DoubledLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_from_linear_refuses_what_it_would_drop():
+    patched = linear()
+    patched.forward = lambda x: x
+    for source, kind in ((patched, "Linear"), (DoubledLinear(64, 24), "DoubledLinear")):
+        with pytest.raises(ValueError, match=f"wanted a layer with the forward .* got a {kind} "):
+            QuantisedLinear.from_linear(source, "nf4-g64")
+
+
 def test_from_quantised_casts_the_bias():
     q = random_quantised(Format("affine", 5, 16), n=8, k=32)
     quantised = QuantisedLinear.from_quantised(q, torch.ones(8), backend="reference")

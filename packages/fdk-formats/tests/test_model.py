@@ -19,11 +19,14 @@ from fdk_formats import (
     QuantisedEmbedding,
     QuantisedLinear,
     choose_formats,
+    convert,
     load_model,
     model_report,
+    prepare_qat,
     quantise,
     quantise_model,
     relative_error,
+    replace_layers,
     save_model,
 )
 from fdk_formats.testing import nrmse
@@ -517,7 +520,7 @@ x32 = torch.ones(1, 32)
 def forwards(model):
     """Ways to patch the forward of a module so that it calls the old one, by name."""
     old = model.forward
-    olds = [old]
+    olds, reference = [old], weakref.ref(model)
     return {
         "closure": lambda x: old(x),
         "default": lambda x, call=old: call(x),
@@ -525,10 +528,11 @@ def forwards(model):
         "container": lambda x: olds[0](x),
         "nested": lambda x: (lambda: old(x))(),
         "module": lambda x: model.layer(x),
+        "weak": lambda x: reference().layer(x),
     }
 
 
-WAYS = ("closure", "default", "method", "container", "nested", "module")
+WAYS = ("closure", "default", "method", "container", "nested", "module", "weak")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -564,6 +568,57 @@ def test_a_forward_that_holds_a_layer_is_refused_in_place_too():
     ):
         quantised(model, inplace=True)
     assert model.layer is layer
+
+
+def packed(model):
+    """Returns the tensors of a model with a quantised ``layer``, as a file holds them."""
+    layer = model.layer
+    return {"layer.weight": quantise(layer.weight, "int4-g32"), "layer.bias": layer.bias.detach()}
+
+
+COPIES = {
+    "prepare_qat": lambda model: prepare_qat(model, "int4-g32"),
+    "convert": lambda model: convert(model, backend="reference"),
+    "load_model": lambda model: load_model(packed(model), model, backend="reference"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_every_copy_refuses_a_forward_that_calls_the_source(name):
+    model = prepare_qat(Counting(), "int4-g32") if name == "convert" else Counting()
+    old = model.forward
+    model.forward = lambda x: old(x)
+    with pytest.raises(ValueError, match=f"{name}: the whole model: its forward is patched .* ca"):
+        COPIES[name](model)
+
+
+def test_replaced_layers_that_a_forward_holds_are_refused_before_any_work():
+    model = pair()
+    first = model[0]
+    model.forward = lambda x: first(x)
+    q = quantise(model[0].weight, "int4-g32")
+    with pytest.raises(ValueError, match="replace_layers: the whole model: its forward is patched"):
+        replace_layers(model, {"1": q, "0": q}, backend="reference")
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
+def test_loaded_layers_keep_hooks_and_attributes():
+    source = Counting()
+    source.layer.tag = "mine"
+    result = load_model(packed(source), source, backend="reference")
+    result(torch.ones(1, 32))
+    assert (source.count, result.count, result.layer.tag) == (0, 1, "mine")
+
+
+def test_load_model_refuses_layers_that_do_more():
+    model = Counting()
+    model.layer.forward = lambda x: x + 100
+    with pytest.raises(ValueError, match="load_model: layer layer: its forward is patched"):
+        load_model(packed(model), model)
+    model = Counting()
+    model.layer.register_buffer("offset", torch.ones(3))
+    with pytest.raises(ValueError, match="load_model: layer layer: holds offset besides weight"):
+        load_model(packed(model), model)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -794,6 +849,16 @@ def test_a_plan_in_place():
     assert quantised(source, inplace=True) is source
     assert source.up.device.type == "meta"
     assert source.up.backend_name == "reference"
+
+
+def test_a_plan_of_fused_layers():
+    with torch.device("meta"):
+        source = Block()
+        source.up2 = nn.Linear(32, 64)
+    plan = quantised(source, fuse=[["up", "up2"]])
+    assert plan.up2.format == Format.parse("kmeans4-g32")
+    with pytest.raises(ValueError, match=r"layer up: calibration needs its values, .* meta"):
+        quantised(source, calibration=[IDS])
 
 
 def test_sharded_weights_are_refused():

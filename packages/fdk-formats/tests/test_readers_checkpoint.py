@@ -71,12 +71,13 @@ def test_files_of_other_names_without_an_index(sharded):
         ({"d": ".."}, ValueError, "must name files in its folder"),
         ({"d": ""}, ValueError, "must name files in its folder"),
         ({"d": 3}, ValueError, "must hold names of files, got int"),
+        ({"d": "x" * 5000}, FileNotFoundError, "no x* in this folder"),
         ({"d": "folder"}, ValueError, "folder: wanted a file, got a folder"),
         ({"d": "fifo"}, ValueError, "fifo: wanted a regular file, got a FIFO"),
         ({"d": "text"}, ValueError, "text: truncated or no safetensors file"),
         ({"a": None, "b": None, "c": None}, ValueError, "weight_map must name a tensor"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_an_index_that_differs_from_its_files(sharded, change, error, message):
     (sharded / "folder").mkdir()

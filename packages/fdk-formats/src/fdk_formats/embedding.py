@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from fdk_formats.format import Format
+from fdk_formats.instance_attributes import check_forward
 from fdk_formats.ops import define_op
 from fdk_formats.quantise import quantise
 from fdk_formats.quantised_module import QuantisedModule
@@ -98,12 +99,14 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
             importance: ``[k]`` or ``[n, k]``, see ``quantise``.
 
         Raises:
-            ValueError: see ``quantise``; or if the embedding renormalises its rows (``max_norm``).
+            ValueError: see ``quantise``; if the embedding renormalises its rows (``max_norm``), or
+                has another ``forward`` than ``nn.Embedding``.
             TypeError: if ``embedding`` is not an ``nn.Embedding``.
         """
         if not isinstance(embedding, nn.Embedding):
             got = type(embedding).__name__
             raise TypeError(f"QuantisedEmbedding: wanted a torch.nn.Embedding, got {got}")
+        check_forward("QuantisedEmbedding.from_embedding", embedding, nn.Embedding)
         if embedding.max_norm is not None:
             raise ValueError("QuantisedEmbedding: max_norm changes the table at each call")
         q = quantise(embedding.weight.detach(), format, importance)

@@ -21,11 +21,12 @@ from fdk_formats.atomic_write import atomic_write
 from fdk_formats.experts import ExpertLinear, experts_like, layers_and_projections
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
-from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
+from fdk_formats.instance_attributes import carried, carry_over, check_patches
+from fdk_formats.layer_kinds import check_source, kind_of, matrix_of, quantised_like
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.safetensors_file import open_safetensors, open_shards, read_tensor
+from fdk_formats.safetensors_file import check_bools, open_safetensors, open_shards, read_tensor
 from fdk_formats.stored_weight import weight_of
 from fdk_formats.tensor import CanonicalWeight
 from fdk_formats.untrusted import check_shape, parse_json_object
@@ -84,8 +85,9 @@ def save(
             safetensors does not hold, or metadata are not strings.
         ValueError: if a name collides with a tensor of a weight, a metadata key begins with
             ``fdk.``, the values of a weight are outside the valid range (see
-            ``QuantisedTensor.check_values``), the header could not be read back (a name or a
-            string with a lone surrogate, more than 100 MB) or ``path`` is a FIFO, device or socket.
+            ``QuantisedTensor.check_values``), a bool is no byte of 0 or 1, the header could not be
+            read back (a name or a string with a lone surrogate, more than 100 MB) or ``path`` is a
+            FIFO, device or socket.
         IsADirectoryError: if ``path`` is a folder.
         OSError: if the file cannot be written.
 
@@ -288,6 +290,7 @@ def _flatten(stored: Mapping[str, CanonicalWeight | Tensor]) -> dict[str, Tensor
     entries: dict[str, Tensor] = {}
     for name, value in stored.items():
         if isinstance(value, Tensor):
+            check_bools(f"save: {name}", value)
             tensors = {name: value}
         else:
             value.check_values(f"save: {name}")
@@ -613,8 +616,9 @@ def load_model(
 
     Raises:
         ValueError: if the file is damaged (see ``load``) or does not fit the model, naming the
-            tensors that are missing, unexpected, of another shape or of another kind of dtype; or
-            ``fuse`` is malformed.
+            tensors that are missing, unexpected, of another shape or of another kind of dtype; if a
+            layer's ``forward`` is patched or it holds more than its weight and bias; if a patched
+            ``forward`` would go on to call modules of ``model``; or if ``fuse`` is malformed.
         TypeError: if ``model`` is not a module, or a value of a mapping not a tensor.
         NoBackendError: if no backend supports a layer.
 
@@ -635,12 +639,15 @@ def load_model(
     settings = {"backend": backend, "activations": activations}
     owners: dict[int, QuantisedModule] = {}
     memo: dict[int, Any] = {}
+    replaced: list[tuple[Any, QuantisedModule]] = []
+    check_patches("load_model", model, None, remedy="patch the result")
     sources = dict(layers_and_projections(model))
     experts: dict[int, dict[str, Any]] = {}  # projections made, by id of their module
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue
         linear: Any = _layer_for(where, sources, name, q)
+        check_source(where, name.removesuffix(".weight"), linear)
         try:
             layer = quantised_like(linear, q, None, linear.weight.dtype, settings)
         except ValueError as error:
@@ -658,12 +665,15 @@ def load_model(
         if owner is not layer and type(owner) is type(layer):
             layer.tie_weight(owner)
         memo[id(linear)] = layer.train(linear.training)
+        replaced.append((linear, layer))
         if isinstance(linear, ExpertLinear):
             experts.setdefault(id(linear.owner[0]), {})[linear.name] = layer
     mixtures = [module for module in sources.values() if id(module) in experts]
     memo |= {id(module): experts_like(module, experts[id(module)]) for module in mixtures}
     for module in mixtures:
         memo[id(module)].take_over(module, memo)
+    for linear, layer in replaced:
+        carry_over(copy.deepcopy(carried(linear, layer), memo), layer)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
     plain = _fill_ties(ties, plain)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fdk_formats import tensor_parallel
 from fdk_formats.embedding import QuantisedEmbedding
 from fdk_formats.experts import ExpertLinear, QuantisedExpertLinear
 from fdk_formats.linear import QuantisedLinear
@@ -53,6 +54,39 @@ def matrix_of(source: Any) -> Tensor:
         return source.stack()
     weight: Tensor = source.weight
     return weight.t() if kind_of(source) == "conv1d" else weight
+
+
+def check_source(caller: str, name: str, linear: Any) -> None:
+    """Raises ValueError if a layer is more than its weight and bias."""
+    parameters = dict(linear.named_parameters(recurse=False))
+    for attribute in ("weight", "bias"):
+        if getattr(linear, attribute, None) is not None and attribute not in parameters:
+            raise ValueError(
+                f"{caller}: layer {name}: its {attribute} must be a parameter, and is "
+                f"computed from others (pruned or normed): make that permanent, or skip it"
+            )
+    if "forward" in vars(linear.owner[0] if isinstance(linear, ExpertLinear) else linear):
+        raise ValueError(
+            f"{caller}: layer {name}: its forward is patched (by an attribute of the layer), "
+            f"and a quantised layer would not call it: remove the patch, or skip the layer"
+        )
+    if getattr(linear, "max_norm", None) is not None:
+        raise ValueError(
+            f"{caller}: layer {name}: max_norm changes the table at each call; skip it"
+        )
+    more = [own for own in parameters if own not in ("weight", "bias")]
+    more += [own for own, _ in linear.named_buffers(recurse=False)]
+    more += [own for own, _ in linear.named_children()]
+    if more:
+        raise ValueError(
+            f"{caller}: layer {name}: holds {', '.join(more)} besides weight and bias, which "
+            f"a quantised layer would drop: remove them, or skip the layer"
+        )
+    if tensor_parallel.is_dtensor(linear.weight):
+        raise ValueError(
+            f"{caller}: layer {name}: its weight is a DTensor: quantise the model before it "
+            f"is sharded, and shard the result"
+        )
 
 
 def quantised_like(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import Layout
 from fdk_formats.format import Format
+from fdk_formats.instance_attributes import check_forward
 from fdk_formats.packed_module import (
     EAGER,
     PackedModule,
@@ -120,12 +121,13 @@ class QuantisedLinear(PackedModule, nn.Linear):
 
         Raises:
             NoBackendError: if no backend supports the layer, with every backend's reason.
-            ValueError: see ``quantise``.
+            ValueError: see ``quantise``; or if ``forward`` is another than that of ``nn.Linear``.
             TypeError: if ``linear`` is not an ``nn.Linear``; see also ``quantise``.
         """
         if not isinstance(linear, nn.Linear):
             got = type(linear).__name__
             raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
+        check_forward("QuantisedLinear.from_linear", linear, nn.Linear)
         q = quantise(linear.weight.detach(), format, importance, codebook=codebook)
         return cls.from_quantised(
             q, linear.bias, backend=backend, dtype=linear.weight.dtype, activations=activations

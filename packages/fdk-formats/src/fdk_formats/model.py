@@ -1,12 +1,9 @@
 """Quantising the layers of whole models."""
 
 import copy
-import dis
-import functools
 import logging
 import re
 import sys
-import types
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, check_activations, select
 from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
 from fdk_formats.experts import (
@@ -28,8 +24,10 @@ from fdk_formats.experts import (
 )
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
+from fdk_formats.instance_attributes import carried, carry_over, check_patches
 from fdk_formats.layer_kinds import (
     check_include,
+    check_source,
     kind_of,
     matrix_of,
     parameter_name,
@@ -42,32 +40,11 @@ from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.stored_weight import problem_of, zero_weight
 from fdk_formats.tensor import CanonicalWeight, QuantisedTensor, relative_error
-from fdk_formats.torch_internals import bind_load_hooks
 
 # The output head has few of the weights and much of the loss; other quantisers skip it too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
 # A share of the weights that may be left without a warning.
 UNREMARKABLE = 0.05
-
-# torch's attributes of hooks, which a quantised layer inherits.
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-# torch's dicts of children and tensors, which are replaced or copied in any case.
-CONTENTS = ("_modules", "_parameters", "_buffers")
-# Attributes of Conv1D that a quantised layer has under other names.
-CLASS_ATTRIBUTES = ("nf", "nx")
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +125,8 @@ def quantise_model(
             holds more than ``nn.Linear`` does; if a patched ``forward`` would go on to call modules
             that are replaced, or copied without ``inplace``; if a codebook is missing, not wanted,
             of another size or not ascending; if a name or an override matches no layer; if ``fuse``
-            is malformed. The message names the layer.
+            is malformed; if a layer to calibrate is on the meta device. The message names the
+            layer.
         TypeError: if ``model`` is not a module, or a codebook not a floating tensor.
         NoBackendError: if no backend supports a layer.
 
@@ -166,7 +144,8 @@ def quantise_model(
     check_include(include)
     kinds = ("linear", "experts", *include)
     sources, formats = chosen_layers(model, default, skip, overrides, default_skip, kinds)
-    _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
+    replaced = _modules_of({name: sources[name] for name in formats}) if inplace else None
+    check_patches("quantise_model", model, replaced)
     codebooks = codebooks_of(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
@@ -178,6 +157,11 @@ def quantise_model(
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
     if calibration is not None:
+        if empty := [name for name in formats if matrix_of(sources[name]).is_meta]:
+            raise ValueError(
+                f"quantise_model: layer {empty[0]}: calibration needs its values, and it is on the "
+                f"meta device: load the model first"
+            )
         if not inplace:  # calibration changes the weights
             model, inplace = copy.deepcopy(model), True
             known = dict(layers_and_projections(model))
@@ -247,7 +231,7 @@ def quantise_model(
             mixture.take_over(owner, memo)
         copied += [(sources[name], memo[id(sources[name])]) for name in formats]
         for source, layer in copied:
-            _carry_over(copy.deepcopy(_carried(source, layer), memo), layer)
+            carry_over(copy.deepcopy(carried(source, layer), memo), layer)
         result = copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
@@ -314,7 +298,7 @@ def chosen_layers(
         for alias in names[name]
     }
     for name in formats:
-        _check_source(name, sources[name])
+        check_source("quantise_model", name, sources[name])
     for name, owner in _tied_elsewhere(model, sources, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
@@ -344,13 +328,10 @@ def replace_layers(
     Raises:
         ValueError: if a layer cannot be replaced, see ``quantise_model``.
     """
-    places, owners = _places(model), dict[int, QuantisedModule]()
-    settings: dict[str, Any] = {"backend": backend, "activations": activations}
-    sources = dict(layers_and_projections(model, remove_duplicate=False))
-    # By id of a module of experts, the module and its quantised projections.
-    mixtures: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-    for name, q in layers.items():
-        source = sources.get(name)
+    known = dict(layers_and_projections(model, remove_duplicate=False))
+    sources: dict[str, Any] = {}
+    for name in layers:
+        source = sources[name] = known.get(name)
         if source is None:
             raise AttributeError(f"replace_layers: the model has no layer {name!r}")
         if source is model or kind_of(source) is None:
@@ -358,7 +339,14 @@ def replace_layers(
                 f"replace_layers: wanted names of layers within the model, got {name!r}, which is "
                 f"{'the model itself' if source is model else f'a {type(source).__name__}'}"
             )
-        _check_source(name, source)
+        check_source("replace_layers", name, source)
+    check_patches("replace_layers", model, _modules_of(sources))
+    places, owners = _places(model), dict[int, QuantisedModule]()
+    settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    # By id of a module of experts, the module and its quantised projections.
+    mixtures: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+    for name, q in layers.items():
+        source = sources[name]
         layer = _counterpart(name, q, source, owners, settings)
         _replace(source, layer, places)
         if isinstance(source, ExpertLinear):
@@ -407,29 +395,17 @@ def _replace(
     """Puts a layer in the place of its source, wherever that is registered."""
     if getattr(source, "bias", None) is not None:
         layer.bias = source.bias  # a shared bias stays shared
-    _carry_over(_carried(source, layer), layer)
+    carry_over(carried(source, layer), layer)
     for parent, attribute in places.get(id(source), ()):
         parent._modules[attribute] = layer
 
 
-def _carried(source: nn.Module, layer: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a layer that its quantised counterpart gets: hooks and its own."""
+def _modules_of(sources: Mapping[str, Any]) -> dict[int, str]:
+    """Returns names of layers by id of their module, that of the experts for a projection."""
     return {
-        name: value
-        for name, value in _attributes(source).items()
-        if name in HOOKS or (name not in vars(layer) and name not in CLASS_ATTRIBUTES)
+        id(source.owner[0] if isinstance(source, ExpertLinear) else source): name
+        for name, source in sources.items()
     }
-
-
-def _carry_over(attributes: Mapping[str, Any], layer: nn.Module) -> None:
-    vars(layer).update(attributes)
-    bind_load_hooks(layer)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes without those of torch.compile, which a copy makes again."""
-    compiled = ("_compiled_call_impl", *(["forward"] if "_orig_mod" in module._modules else []))
-    return {name: value for name, value in vars(module).items() if name not in compiled}
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -439,109 +415,6 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
         for name, child in parent._modules.items():
             places.setdefault(id(child), []).append((parent, name))
     return places
-
-
-def _check_patches(model: nn.Module, replaced: Mapping[int, str] | None) -> None:
-    """Raises ValueError where a patched forward would go on to call modules of the source.
-
-    Other attributes and hooks that hold such modules are warned of.
-
-    Args:
-        model: the model.
-        replaced: names of the layers that are replaced, by id, for a model changed in place. None
-            for a copy, in which every module is another one.
-    """
-    if replaced is None:
-        own = {id(module): name for name, module in model.named_modules()}
-        remedy = "pass inplace=True, or patch the result"
-    else:
-        own, remedy = dict(replaced), "remove it, and set it on the result"
-    for name, module in model.named_modules():
-        for attribute, value in _attributes(module).items():
-            if attribute in CONTENTS:
-                continue
-            called = _reached(value, own, replaced is None, set())
-            if called is None:
-                continue
-            if attribute == "forward":
-                raise ValueError(
-                    f"quantise_model: {_said(name)}: its forward is patched with a function that "
-                    f"calls {_said(called)} of the source, and would go on to call it unquantised: "
-                    f"{remedy}"
-                )
-            logger.warning(
-                "quantise_model: %s of %s holds %s of the source, and will go on to use it "
-                "unquantised: %s",
-                "a hook" if attribute in HOOKS else attribute,
-                _said(name),
-                _said(called),
-                remedy,
-            )
-
-
-def _said(name: str) -> str:
-    """Names a module in a message."""
-    return f"module {name!r}" if name else "the whole model"
-
-
-def _reached(
-    value: object, own: Mapping[int, str], is_copied: bool, seen: set[tuple[int, bool]]
-) -> str | None:
-    """Returns the name of a module that a value refers to and will refer to afterwards.
-
-    Args:
-        value: an attribute of a module. Functions, methods and containers are searched.
-        own: names of modules by id.
-        is_copied: whether ``copy.deepcopy`` copies the value. It copies containers, bound methods
-            and partial functions with all that they hold, but not functions.
-        seen: ids of the values that were searched.
-    """
-    if id(value) in own:
-        return None if is_copied else own[id(value)]
-    if (id(value), is_copied) in seen:
-        return None
-    seen.add((id(value), is_copied))
-    if isinstance(value, functools.partial):
-        held: Iterable[object] = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        held = (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType):
-        held, is_copied = _held_by(value), False
-    elif isinstance(value, dict):
-        held = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        held = list(value)
-    else:
-        return None
-    found = (_reached(each, own, is_copied, seen) for each in held)
-    return next((name for name in found if name is not None), None)
-
-
-def _held_by(function: types.FunctionType) -> list[object]:
-    """Returns the values that a function refers to: in its closure, defaults and globals."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    held = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    known = function.__globals__
-    used = [known[name] for name in _globals_of(function.__code__) if name in known]
-    # Functions of other files are not followed, nor the libraries that they call.
-    held += [v for v in used if getattr(v, "__globals__", known) is known]
-    return held
-
-
-def _globals_of(code: types.CodeType) -> set[str]:
-    """Returns the names of globals that code reads, functions within it included."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _globals_of(constant)
-    return names
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _warn_of_unmatched(
@@ -616,7 +489,8 @@ def _sharing_codebook(
         }
         keys = [id(linears[name].weight) for name in names]
         is_given = any(key in codebooks for key in keys)
-        is_fitted = formats[names[0]].is_fitted and not is_given
+        is_real = weights[0].device.type != "meta"
+        is_fitted = formats[names[0]].is_fitted and not is_given and is_real
         return is_fitted and len(kinds) == 1 and all(uses[key] == 1 for key in keys)
 
     found: dict[str, tuple[str, ...]] = {}
@@ -673,39 +547,6 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
-
-
-def _check_source(name: str, linear: Any) -> None:
-    """Raises ValueError if a layer is more than its weight and bias."""
-    parameters = dict(linear.named_parameters(recurse=False))
-    for attribute in ("weight", "bias"):
-        if getattr(linear, attribute, None) is not None and attribute not in parameters:
-            raise ValueError(
-                f"quantise_model: layer {name}: its {attribute} must be a parameter, and is "
-                f"computed from others (pruned or normed): make that permanent, or skip it"
-            )
-    if "forward" in vars(linear.owner[0] if isinstance(linear, ExpertLinear) else linear):
-        raise ValueError(
-            f"quantise_model: layer {name}: its forward is patched (by an attribute of the layer), "
-            f"and a quantised layer would not call it: remove the patch, or skip the layer"
-        )
-    if getattr(linear, "max_norm", None) is not None:
-        raise ValueError(
-            f"quantise_model: layer {name}: max_norm changes the table at each call; skip it"
-        )
-    more = [own for own in parameters if own not in ("weight", "bias")]
-    more += [own for own, _ in linear.named_buffers(recurse=False)]
-    more += [own for own, _ in linear.named_children()]
-    if more:
-        raise ValueError(
-            f"quantise_model: layer {name}: holds {', '.join(more)} besides weight and bias, which "
-            f"a quantised layer would drop: remove them, or skip the layer"
-        )
-    if tensor_parallel.is_dtensor(linear.weight):
-        raise ValueError(
-            f"quantise_model: layer {name}: its weight is a DTensor: quantise the model before it "
-            f"is sharded, and shard the result"
-        )
 
 
 def _names(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, list[str]]:

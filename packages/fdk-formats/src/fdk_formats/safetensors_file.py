@@ -110,7 +110,14 @@ def read_tensor(path: str | os.PathLike[str], file: Any, name: str, *, mmap: boo
     except (SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         # AttributeError: a dtype that this version of torch does not have.
         raise ValueError(f"{where}: cannot be read as {entry.get_dtype()}: {error}") from error
-    # Other bytes are neither true nor false to torch: each op may read them in its own way.
+    check_bools(where, tensor)
+    return tensor if mmap else tensor.clone()
+
+
+def check_bools(where: str, tensor: Tensor) -> None:
+    """Raises ValueError if a tensor has bools that are neither true nor false.
+
+    torch keeps other bytes than 0 and 1, and each op may read them in its own way.
+    """
     if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
         raise ValueError(f"{where}: a bool must be a byte of 0 or 1, got others")
-    return tensor if mmap else tensor.clone()

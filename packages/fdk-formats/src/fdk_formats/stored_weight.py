@@ -218,8 +218,6 @@ class StoredTensor(Tensor):
                 return None
             if func is Tensor.data_ptr:
                 return own.stored.address(own.field)
-            if func is Tensor.data_ptr:
-                return own.stored.address(own.field)
             if func in _READ_MEMORY:
                 plain = own.stored.canonical_tensors()
                 return func(plain[own.field], *args[1:], **(kwargs or {}))

@@ -27,6 +27,7 @@ from fdk_formats.experts import (
 )
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
+from fdk_formats.instance_attributes import check_patches
 from fdk_formats.layer_kinds import matrix_of
 from fdk_formats.model import check_layer_codebook, chosen_layers, codebooks_of, replace_layers
 from fdk_formats.packed_module import compute_dtype
@@ -346,6 +347,7 @@ def prepare_qat(
         except (TypeError, ValueError) as error:
             raise type(error)(f"prepare_qat: layer {name}: {error}; skip or override it") from None
     if not inplace:
+        check_patches("prepare_qat", model, None)
         model = copy.deepcopy(model)
     for name, wanted in formats.items():
         is_linear = isinstance(sources[name], nn.Linear)
@@ -381,7 +383,8 @@ def convert(
         A module of the same structure with ``QuantisedLinear`` layers and ``QuantisedExperts``.
 
     Raises:
-        ValueError: if the model has no prepared layer, or one is sharded.
+        ValueError: if the model has no prepared layer, or one is sharded; if a patched ``forward``
+            would go on to call modules of ``model``, see ``quantise_model``.
         NoBackendError: if no backend supports a layer.
     """
     check_activations(activations)
@@ -403,6 +406,7 @@ def convert(
             # The weight of a shared one after the first is not used.
             trained[name] = module.quantised_weight(parameter)
     if not inplace:
+        check_patches("convert", model, None)
         model = copy.deepcopy(model)
     # A layer, or a module of experts, alone has no parent.
     whole, prefix = (nn.Sequential(model), "0.") if "" in modules else (model, "")

@@ -64,7 +64,7 @@ def private_directory(*, create: bool = False) -> Path:
         _refuse(folder, reason)
     for parent in folder.parents:
         if reason := _distrust(parent.stat(), is_parent=True):
-            _refuse(folder, f"its parent {parent} {reason}")
+            _refuse(folder, f"is in {parent}, which {reason}")
     return folder
 
 

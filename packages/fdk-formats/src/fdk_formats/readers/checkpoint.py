@@ -75,7 +75,7 @@ class Checkpoint(Mapping[str, Tensor]):
             if file != os.path.basename(file) or file in ("", ".", ".."):
                 raise ValueError(f"{index}: weight_map must name files in its folder, got {file!r}")
         files = sorted(set(weight_map.values()))
-        if missing := [file for file in files if not (self.folder / file).exists()]:
+        if missing := [file for file in files if not os.path.exists(self.folder / file)]:
             raise FileNotFoundError(f"{self.folder}: no {', '.join(missing)} in this folder")
         held = {file: set(self._names(self.folder / file)) for file in files}
         if absent := [name for name, file in weight_map.items() if name not in held[file]]:

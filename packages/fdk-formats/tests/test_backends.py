@@ -77,6 +77,13 @@ def test_errors_have_every_reason():
     }
 
 
+def test_errors_name_the_package_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(backends_module, "KNOWN_PACKAGES", ("fdk_cpu",))
+    monkeypatch.setitem(sys.modules, "fdk_cpu", None)
+    with pytest.raises(NoBackendError, match=r"fdk-cpu, which .* is not installed: pip install f"):
+        select(problem(128))
+
+
 def test_a_named_backend_says_why_not():
     register(Wide("a", 1))
     with pytest.raises(NoBackendError, match=r"backend a does not support .*: needs k % 128 == 0"):

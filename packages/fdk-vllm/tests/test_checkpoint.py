@@ -84,6 +84,9 @@ def test_shards_that_the_index_names(tmp_path):
     index = {"weight_map": {"a.weight": "a.safetensors", "b.weight": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert set(stored_layers(read_headers(tmp_path))) == {"a", "b"}
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"index\.json names b\.safetensors, not in this folder"):
+        read_headers(tmp_path)
 
 
 def test_a_folder_without_safetensors_has_no_layers(tmp_path):

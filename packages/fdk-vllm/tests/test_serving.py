@@ -61,7 +61,8 @@ def test_packed(kind, changes, format, options, products, tmp_path):
     activations = {k: v for k, v in options.items() if k == "activations"}
     folder = packed_folder(tmp_path, model, format, **activations)
     with engine(folder) as llm:
-        assert_same_tokens(model, llm, PROMPTS, mean_gap=0.001 if activations else 0.0)
+        gaps = {"gap": 0.05, "mean_gap": 0.001} if activations else {}
+        serving.assert_chosen(model, PROMPTS, serving.generate(llm, PROMPTS), 16, **gaps)
         found = methods(llm)
         layer = "model.layers.0.self_attn.qkv_proj"
         assert found[layer] == ["cpu"] * products

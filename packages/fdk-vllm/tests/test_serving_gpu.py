@@ -20,13 +20,15 @@ ON_TWO_GPUS = pytest.mark.skipif(
     reason=f"needs two GPUs, torch finds {torch.cuda.device_count()}",
 )
 PROMPTS = prompts(8, TINY["vocab_size"])
+COUNT = 16  # tokens of a prompt
 FORMAT = "kmeans4-g64"
 # Heads of 64 channels, which FlashAttention has kernels for.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = serving.MIXTURES["Qwen3Moe"] | {"head_dim": 64}
-# transformers' own tokens in bf16 have 0.011 at most in 48 draws of prompts, 0.003 without experts.
-# A product of the wrong rows gives 0.7 or more.
-MEAN_GAP = 0.02
+# See ``assert_chosen``. In 40 draws of 8 prompts, transformers in bf16 on a CPU has 0.14 and 0.003;
+# in 8 with experts, whose choice a rounded logit of the router changes, 0.89 and 0.011.
+GAPS = {"gap": 0.5, "mean_gap": 0.006}
+GAPS_OF_EXPERTS = {"gap": 2.0, "mean_gap": 0.02}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,9 +62,19 @@ def engine(folder, **options):
     return serving.engine(folder, **defaults | options)
 
 
-def assert_same_tokens(model, llm, token_ids, **options):
-    """Checks vLLM's greedy tokens, allowing for bf16; returns them."""
-    return serving.assert_same_tokens(model, llm, token_ids, mean_gap=MEAN_GAP, **options)
+def assert_likely(model, token_ids, tokens):
+    """Checks that tokens are as likely to a model as those that transformers chooses in bf16."""
+    has_experts = hasattr(model.config, "num_experts")
+    serving.assert_chosen(
+        model, token_ids, tokens, COUNT, **(GAPS_OF_EXPERTS if has_experts else GAPS)
+    )
+
+
+def assert_likely_tokens(model, llm, token_ids, **options):
+    """Checks vLLM's greedy tokens; returns them."""
+    tokens = serving.generate(llm, token_ids, COUNT, **options)
+    assert_likely(model, token_ids, tokens)
+    return tokens
 
 
 def backends_of_first_product(worker):
@@ -88,15 +100,15 @@ def test_graphs_choose_the_tokens_of_transformers(kind, changes, options, backen
     model = quantised(tiny_model(kind, **changes), **options)
     with engine(packed_folder(tmp_path, model, options["format"])) as llm:
         assert llm.collective_rpc(backends_of_first_product) == [backends]
-        assert_same_tokens(model, llm, PROMPTS)
-        alone = [serving.generate(llm, [prompt])[0] for prompt in PROMPTS]
-        serving.assert_chosen(model, PROMPTS, alone, MEAN_GAP)
+        assert_likely_tokens(model, llm, PROMPTS)
+        alone = [serving.generate(llm, [prompt], COUNT)[0] for prompt in PROMPTS]
+        assert_likely(model, PROMPTS, alone)
 
 
 def test_quantised_while_loading(tmp_path):
     model = tiny_model()
     with engine(serving.plain_folder(tmp_path, model), **requested(FORMAT)) as llm:
-        assert_same_tokens(quantised(model, FORMAT, fuse=True), llm, PROMPTS)
+        assert_likely_tokens(quantised(model, FORMAT, fuse=True), llm, PROMPTS)
 
 
 @pytest.mark.parametrize("format", [FORMAT, "nf4-g64-hadamard"])
@@ -106,15 +118,15 @@ def test_sleep(format, tmp_path):
     folder = serving.plain_folder(tmp_path, model)
     model = quantised(model, format, fuse=True)
     with engine(folder, enable_sleep_mode=True, **requested(format)) as llm:
-        assert_same_tokens(model, llm, PROMPTS)
+        assert_likely_tokens(model, llm, PROMPTS)
         llm.sleep(level=1)
         llm.wake_up()
-        assert_same_tokens(model, llm, PROMPTS)
+        assert_likely_tokens(model, llm, PROMPTS)
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
         llm.collective_rpc("reload_weights")
         llm.wake_up(tags=["kv_cache"])
-        assert_same_tokens(model, llm, PROMPTS)
+        assert_likely_tokens(model, llm, PROMPTS)
 
 
 def test_reloaded_weights_are_what_graphs_read(tmp_path):
@@ -122,10 +134,10 @@ def test_reloaded_weights_are_what_graphs_read(tmp_path):
         tmp_path, tiny_model(), tiny_model(), "int4-g64", backend="reference"
     )
     with engine(folders[0]) as llm:
-        assert_same_tokens(models[0], llm, PROMPTS)
+        assert_likely_tokens(models[0], llm, PROMPTS)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folders[1])})
         assert llm.reset_prefix_cache()
-        assert_same_tokens(models[1], llm, PROMPTS)
+        assert_likely_tokens(models[1], llm, PROMPTS)
 
 
 def test_adapter_over_quantised_layers(tmp_path):
@@ -138,9 +150,9 @@ def test_adapter_over_quantised_layers(tmp_path):
     model = PeftModel.from_pretrained(base, adapter).eval()
     with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
         request = LoRARequest("adapter", 1, adapter)
-        adapted = assert_same_tokens(model, llm, PROMPTS, lora_request=request)
+        adapted = assert_likely_tokens(model, llm, PROMPTS, lora_request=request)
         with model.disable_adapter():
-            assert assert_same_tokens(model, llm, PROMPTS) != adapted
+            assert assert_likely_tokens(model, llm, PROMPTS) != adapted
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,7 @@ def test_what_vllm_does_around_the_layers(options, tmp_path):
     repeated = [prompt * 3 for prompt in PROMPTS]
     with engine(packed_folder(tmp_path, model, "int4-g64"), **options) as llm:
         for _ in range(2):
-            assert_same_tokens(model, llm, repeated)
+            assert_likely_tokens(model, llm, repeated)
 
 
 @ON_TWO_GPUS
@@ -172,7 +184,7 @@ def test_two_gpus(kind, split, tmp_path):
     model = quantised(tiny_model(kind, **(EXPERTS if kind == "Qwen3Moe" else {})), FORMAT)
     options = {split: 2, "distributed_executor_backend": "mp"}
     with engine(packed_folder(tmp_path, model, FORMAT), **options) as llm:
-        assert_same_tokens(model, llm, PROMPTS)
+        assert_likely_tokens(model, llm, PROMPTS)
 
 
 def log_probabilities(folder):

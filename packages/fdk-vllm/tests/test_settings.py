@@ -43,11 +43,13 @@ def test_embeddings_are_included_by_request():
     ("config", "message"),
     [
         ({"overrides": ["up"]}, "overrides must be of type dict, got"),
-        ({"overrides": {"up": "int4"}}, r"overrides\['up'\]: format: .* names no group size"),
+        ({"overrides": {"up": "int4"}}, r"overrides\['up'\]: .* names no group size"),
         ({"include": ["bias"]}, "include: wanted a list of embedding or conv1d"),
         ({"skip": [1]}, "skip must be a list of strings, got"),
         ({"modules_to_not_convert": "mlp"}, "modules_to_not_convert must be a list of names"),
         ({"default_skip": "no"}, "default_skip must be of type bool, got 'no'"),
+        ({"fuse": "no"}, "fuse must be of type bool, got 'no'"),
+        ({"format": "kmeans4g64"}, "format: 'kmeans4g64'"),
     ],
 )
 def test_refusals_name_the_key(config, message):
@@ -68,3 +70,6 @@ def test_format_of_the_environment(monkeypatch):
         format_from_environment()
     monkeypatch.setenv("FDK_VLLM_FORMAT", "int1-g64")
     assert str(Settings.parse(format_from_environment()).format) == "int1-g64"
+    monkeypatch.setenv("FDK_VLLM_FORMAT", "int1g64")
+    with pytest.raises(ValueError, match="FDK_VLLM_FORMAT=int1g64: format: "):
+        format_from_environment()

@@ -297,7 +297,9 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
     supporting = [known[name] for name, reason in reasons.items() if reason is None]
     if not supporting:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        raise NoBackendError(f"no backend supports {problem}:{lines}{_failures()}")
+        raise NoBackendError(
+            f"no backend supports {problem}:{lines}{_failures()}{_absent(problem)}"
+        )
     return max(supporting, key=lambda candidate: candidate.priority(problem))
 
 
@@ -359,6 +361,15 @@ def _discover() -> dict[str, str]:
         except Exception as error:  # a broken package must not disable the others
             failures[module] = f"{type(error).__name__}: {error}"
     return failures
+
+
+def _absent(problem: Problem) -> str:
+    """Names the package with kernels for a device, if it is not installed."""
+    module = f"fdk_{problem.device.type}"
+    if module not in KNOWN_PACKAGES or importlib.util.find_spec(module) is not None:
+        return ""
+    name = module.replace("_", "-")
+    return f"\n  {name}, which has kernels for this device, is not installed: pip install {name}"
 
 
 def _failures() -> str:

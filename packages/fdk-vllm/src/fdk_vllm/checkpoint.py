@@ -69,13 +69,15 @@ def read_headers(folder: str | os.PathLike[str]) -> list[Header]:
     """Reads the headers of the safetensors files that vLLM would load from a folder.
 
     Raises:
-        ValueError: if a file or the index is damaged.
+        ValueError: if a file or the index is damaged, or a file that the index names is missing.
     """
     path = Path(folder)
     paths: Iterable[Path] = sorted(path.glob("*.safetensors"))
     if (path / INDEX).exists():
         index = parse_json_object((path / INDEX).read_text(), str(path / INDEX))
         listed = {str(file) for file in dict(index.get("weight_map", {})).values()}
+        if missing := sorted(file for file in listed if not os.path.exists(path / file)):
+            raise ValueError(f"{path / INDEX} names {', '.join(missing)}, not in this folder")
         paths = [file for file in paths if file.name in listed]
     headers = []
     for each in paths:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,8 @@ class Planner:
                 f"{model}: config.json says {self.config['quant_method']}, and its files hold "
                 "weights of fdk"
             )
+        if self.settings is not None and not self.is_packed:
+            self.settings.warn_of_unmatched(_names_of(layers))
         if self.importer is not None and not any(map(self._is_imported, layers.values())):
             raise ValueError(
                 f"{model}: config.json says {self.config['quant_method']}, and its files hold "
@@ -123,7 +125,8 @@ class Planner:
             merged: names of the layers that the engine merges, by the last part of its own name.
 
         Raises:
-            ValueError: if the engine merges layers of which some are quantised.
+            ValueError: if the engine merges layers of which some are quantised; or if the
+                checkpoint's files lack the layer, and have it in other blocks.
         """
         return self._plan(prefix, "linear", merged)
 
@@ -152,7 +155,8 @@ class Planner:
 
         Raises:
             ValueError: if only some of their weights would be quantised, or packed ones differ in
-                format or shape; or for experts of another project.
+                format or shape; for experts of another project; or if the files lack them, and
+                have those of other blocks.
         """
         shards = {
             shard: name for shard, name in zip(("w1", "w3", "w2"), names, strict=True) if name
@@ -190,6 +194,8 @@ class Planner:
                     wanted = self.settings.format_of(f"{prefix}.{own}")
                     found[shard] = None if wanted is None else ExpertSource(wanted, tensors)
         sources = {shard: source for shard, source in found.items() if source is not None}
+        if not sources:
+            self._check_present(prefix, [prefix])
         if sources and len(sources) < len(found):
             raise ValueError(
                 f"{prefix}: the engine computes the projections of experts as one, and only "
@@ -209,14 +215,16 @@ class Planner:
         return names[0] if len(names) == 1 else EMBEDDING
 
     def _plan(self, prefix: str, kind: str, merged: Mapping[str, list[str]]) -> Plan | None:
-        sources = [self._source(name, kind) for name in self._stored_names(prefix, merged)]
+        names = self._stored_names(prefix, merged)
+        self._check_present(prefix, names)
+        sources = [self._source(name, kind) for name in names]
         found = [source for source in sources if source is not None]
         if not found:
             return None
         if len(found) < len(sources):
-            names = ", ".join(source.name for source in found)
+            only = ", ".join(source.name for source in found)
             raise ValueError(
-                f"{prefix}: the engine computes {len(sources)} layers as one, and only {names} "
+                f"{prefix}: the engine computes {len(sources)} layers as one, and only {only} "
                 "would be quantised: quantise all of them or none (overrides, skip)"
             )
         settings = self.settings
@@ -248,8 +256,37 @@ class Planner:
         dtype = torch.bfloat16 if stored is None else stored.tensors.get("weight", torch.bfloat16)
         return unquantised_source(name, dtype, wanted)
 
+    def _check_present(self, prefix: str, names: Sequence[str]) -> None:
+        """Raises ValueError if the files lack a layer, or experts, that other blocks have.
+
+        vLLM would compute with whatever is in memory: it looks after 16-bit models only.
+
+        Args:
+            prefix: name in the engine's model.
+            names: names in the checkpoint.
+        """
+        known = self.layers or {}
+        for name in (prefix, *names) if not all(name in known for name in names) else ():
+            parts = (r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
+            of_any_block = re.compile(r"\.".join(parts) + r"(\.|$)")
+            like = [key for key in known if of_any_block.match(key)]
+            if like and not any(f"{key}.".startswith(f"{name}.") for key in like):
+                raise ValueError(
+                    f"{name}: the checkpoint's files hold no tensor of it, but some of {like[0]}: "
+                    "a file may be missing"
+                )
+
     def _is_imported(self, layer: StoredLayer) -> bool:
         return self.importer is not None and self.importer.marker in layer.tensors
+
+
+def _names_of(layers: Mapping[str, StoredLayer]) -> set[str]:
+    """Returns names that patterns may match: of layers, and of projections of experts."""
+    names = {f"{name}.{below}" for name, layer in layers.items() for below in layer.tensors}
+    for name in layers:
+        if found := re.match(r"(.*\.experts)\.\d+\.", name):
+            names |= {f"{found[1]}.{each}" for each in ("gate_up_proj", "up_proj", "down_proj")}
+    return names | layers.keys()
 
 
 def _packed_experts(prefix: str, name: str, stored: list[StoredLayer]) -> ExpertSource | None:

@@ -1,8 +1,9 @@
 """Settings: what ``quantization_config`` in config.json says, checked."""
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,6 +28,8 @@ KEYS = (
 # Keys that fdk-transformers writes for itself.
 IGNORED_KEYS = ("version", "calibration", "progress", "inplace")
 EXAMPLE = '{"quantization_config": {"quant_method": "fdk", "format": "kmeans4-g64"}}'
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Settings:
             include=frozenset(include),
             activations=activations,
             backend=_typed(config, "backend", str, "auto"),
-            fuse=config.get("fuse", True) is not False,
+            fuse=_typed(config, "fuse", bool, True),
         )
 
     def format_of(self, name: str, kind: str = "linear") -> Format | None:
@@ -123,18 +126,34 @@ class Settings:
             )
         return self.format
 
+    def warn_of_unmatched(self, names: Collection[str]) -> None:
+        """Logs a warning of each pattern that matches none of the names in a checkpoint."""
+        given = [("overrides", pattern) for pattern, _ in self.overrides]
+        given += [("skip", each) for each in self.skip if each.pattern != DEFAULT_SKIP]
+        for key, pattern in given:
+            if not any(map(pattern.search, names)):
+                logger.warning(
+                    "quantization_config: %s: %r matches no name in the checkpoint's files",
+                    key,
+                    pattern.pattern,
+                )
+
 
 def format_from_environment() -> dict[str, Any]:
     """Returns a ``quantization_config`` with the format that ``FDK_VLLM_FORMAT`` names.
 
     Raises:
-        ValueError: if it is not set.
+        ValueError: if it is not set, or names no format.
     """
     if not (named := os.environ.get(FORMAT_VARIABLE)):
         raise ValueError(
             "--quantization fdk: the model has no quantization_config, so fdk needs a format: set "
             f"{FORMAT_VARIABLE}=kmeans4-g64, or pass --hf-overrides '{EXAMPLE}'"
         )
+    try:
+        Format.parse(named)
+    except ValueError as error:
+        raise ValueError(f"{FORMAT_VARIABLE}={named}: {error}") from None
     return {"quant_method": "fdk", "format": named}
 
 
@@ -161,7 +180,8 @@ def _format(key: str, text: object) -> Format:
     try:
         return Format.parse(text)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"quantization_config: {key}: {error}") from None
+        message = str(error).removeprefix("format: ")
+        raise ValueError(f"quantization_config: {key}: {message}") from None
 
 
 def _pattern(key: str, text: str) -> re.Pattern[str]:

@@ -610,6 +610,30 @@ def test_loaded_layers_keep_hooks_and_attributes():
     assert (source.count, result.count, result.layer.tag) == (0, 1, "mine")
 
 
+def test_a_forward_bound_to_that_of_the_class_is_no_patch():
+    """Removed hooks of accelerate leave one."""
+    model = Counting()
+    model.layer.forward = model.layer.forward
+    y = quantised(model, "int4-g32")(x32)
+    loaded = load_model(packed(model), model, backend="reference")
+    layer = QuantisedLinear.from_linear(model.layer, "int4-g32", backend="reference")
+    assert torch.equal(loaded(x32), y)
+    assert torch.equal(layer(x32), y)
+    quantised(model, "int4-g32", inplace=True)
+    assert torch.equal(model(x32), y)
+
+
+def test_loaded_experts_keep_hooks(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    source = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, **sizes, **heads)).eval()
+    save_model(tmp_path / "m", quantised(source, "int4-g32"))
+    calls = []
+    source.model.layers[0].mlp.experts.register_forward_hook(lambda *_: calls.append(1))
+    load_model(tmp_path / "m", source, backend="reference")(torch.tensor([[1, 2]]))
+    assert calls == [1]
+
+
 def test_load_model_refuses_layers_that_do_more():
     model = Counting()
     model.layer.forward = lambda x: x + 100

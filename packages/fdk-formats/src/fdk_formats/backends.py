@@ -298,7 +298,7 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
     if not supporting:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
         raise NoBackendError(
-            f"no backend supports {problem}:{lines}{_failures()}{_absent(problem)}"
+            f"no backend supports {problem}:{lines}{_failures()}{_install_hint(problem)}"
         )
     return max(supporting, key=lambda candidate: candidate.priority(problem))
 
@@ -363,7 +363,7 @@ def _discover() -> dict[str, str]:
     return failures
 
 
-def _absent(problem: Problem) -> str:
+def _install_hint(problem: Problem) -> str:
     """Names the package with kernels for a device, if it is not installed."""
     module = f"fdk_{problem.device.type}"
     if module not in KNOWN_PACKAGES or importlib.util.find_spec(module) is not None:

@@ -85,9 +85,9 @@ def save(
             safetensors does not hold, or metadata are not strings.
         ValueError: if a name collides with a tensor of a weight, a metadata key begins with
             ``fdk.``, the values of a weight are outside the valid range (see
-            ``QuantisedTensor.check_values``), a bool is no byte of 0 or 1, the header could not be
-            read back (a name or a string with a lone surrogate, more than 100 MB) or ``path`` is a
-            FIFO, device or socket.
+            ``QuantisedTensor.check_values``), a bool has another byte than 0 or 1, the header could
+            not be read back (a name or a string with a lone surrogate, more than 100 MB) or
+            ``path`` is a FIFO, device or socket.
         IsADirectoryError: if ``path`` is a folder.
         OSError: if the file cannot be written.
 
@@ -665,13 +665,15 @@ def load_model(
         if owner is not layer and type(owner) is type(layer):
             layer.tie_weight(owner)
         memo[id(linear)] = layer.train(linear.training)
-        replaced.append((linear, layer))
-        if isinstance(linear, ExpertLinear):
+        if not isinstance(linear, ExpertLinear):
+            replaced.append((linear, layer))
+        else:
             experts.setdefault(id(linear.owner[0]), {})[linear.name] = layer
     mixtures = [module for module in sources.values() if id(module) in experts]
     memo |= {id(module): experts_like(module, experts[id(module)]) for module in mixtures}
     for module in mixtures:
         memo[id(module)].take_over(module, memo)
+        replaced.append((module, memo[id(module)]))
     for linear, layer in replaced:
         carry_over(copy.deepcopy(carried(linear, layer), memo), layer)
     result: nn.Module = copy.deepcopy(model, memo)

@@ -50,19 +50,31 @@ def carry_over(attributes: Mapping[str, Any], layer: nn.Module) -> None:
     bind_load_hooks(layer)
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Returns whether a module has a ``forward`` of its own, and not only its class.
+
+    One that accelerate's hooks leave when they are removed is bound to that of the class.
+    """
+    own = vars(module).get("forward")
+    is_class_method = getattr(own, "__func__", None) is type(module).forward
+    return own is not None and not (is_class_method and own.__self__ is module)
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Returns a module's attributes without those of torch.compile, which a copy makes again."""
-    compiled = ("_compiled_call_impl", *(["forward"] if "_orig_mod" in module._modules else []))
-    return {name: value for name, value in vars(module).items() if name not in compiled}
+    left = ["_compiled_call_impl"]
+    if "_orig_mod" in module._modules or not is_patched(module):
+        left.append("forward")
+    return {name: value for name, value in vars(module).items() if name not in left}
 
 
 def check_forward(caller: str, layer: nn.Module, kind: type[nn.Module]) -> None:
     """Raises ValueError if a layer computes anything else than its kind does."""
-    if "forward" in vars(layer) or type(layer).forward is not kind.forward:
+    if is_patched(layer) or type(layer).forward is not kind.forward:
         raise ValueError(
             f"{caller}: wanted a layer with the forward of torch.nn.{kind.__name__}, got a "
-            f"{type(layer).__name__} with another, which a quantised layer would not call: remove "
-            f"it, and set it on the result"
+            f"{type(layer).__name__} with another, which a quantised layer would not call: copy "
+            f"its weight to a torch.nn.{kind.__name__}"
         )
 
 
@@ -89,30 +101,31 @@ def check_patches(
         for attribute, value in _attributes(module).items():
             if attribute in CONTENTS:
                 continue
-            called = _reached(value, own, replaced is None, set())
+            called = _module_held_by(value, own, replaced is None, set())
             if called is None:
                 continue
             if attribute == "forward":
                 raise ValueError(
-                    f"{caller}: {_said(name)}: its forward is patched with a function that calls "
-                    f"{_said(called)} of the source, and would go on to call that one: {remedy}"
+                    f"{caller}: {_describe(name)}: its forward is patched with a function that "
+                    f"calls {_describe(called)} of the source, and would go on to call that one: "
+                    f"{remedy}"
                 )
             logger.warning(
                 "%s: %s of %s holds %s of the source, and will go on to use that one: %s",
                 caller,
                 "a hook" if attribute in HOOKS else attribute,
-                _said(name),
-                _said(called),
+                _describe(name),
+                _describe(called),
                 remedy,
             )
 
 
-def _said(name: str) -> str:
+def _describe(name: str) -> str:
     """Names a module in a message."""
     return f"module {name!r}" if name else "the whole model"
 
 
-def _reached(
+def _module_held_by(
     value: object, own: Mapping[int, str], is_copied: bool, seen: set[tuple[int, bool]]
 ) -> str | None:
     """Returns the name of a module that a value refers to and will refer to afterwards.
@@ -143,7 +156,7 @@ def _reached(
         held = list(value)
     else:
         return None
-    found = (_reached(each, own, is_copied, seen) for each in held)
+    found = (_module_held_by(each, own, is_copied, seen) for each in held)
     return next((name for name in found if name is not None), None)
 
 

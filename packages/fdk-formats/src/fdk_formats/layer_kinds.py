@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.embedding import QuantisedEmbedding
 from fdk_formats.experts import ExpertLinear, QuantisedExpertLinear
+from fdk_formats.instance_attributes import is_patched
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
@@ -63,16 +64,16 @@ def check_source(caller: str, name: str, linear: Any) -> None:
         if getattr(linear, attribute, None) is not None and attribute not in parameters:
             raise ValueError(
                 f"{caller}: layer {name}: its {attribute} must be a parameter, and is "
-                f"computed from others (pruned or normed): make that permanent, or skip it"
+                f"computed from others (pruned or normed): make that permanent, or leave it"
             )
-    if "forward" in vars(linear.owner[0] if isinstance(linear, ExpertLinear) else linear):
+    if is_patched(linear.owner[0] if isinstance(linear, ExpertLinear) else linear):
         raise ValueError(
             f"{caller}: layer {name}: its forward is patched (by an attribute of the layer), "
-            f"and a quantised layer would not call it: remove the patch, or skip the layer"
+            f"and a quantised layer would not call it: remove the patch, or leave the layer"
         )
     if getattr(linear, "max_norm", None) is not None:
         raise ValueError(
-            f"{caller}: layer {name}: max_norm changes the table at each call; skip it"
+            f"{caller}: layer {name}: max_norm changes the table at each call; leave it"
         )
     more = [own for own in parameters if own not in ("weight", "bias")]
     more += [own for own, _ in linear.named_buffers(recurse=False)]
@@ -80,7 +81,7 @@ def check_source(caller: str, name: str, linear: Any) -> None:
     if more:
         raise ValueError(
             f"{caller}: layer {name}: holds {', '.join(more)} besides weight and bias, which "
-            f"a quantised layer would drop: remove them, or skip the layer"
+            f"a quantised layer would drop: remove them, or leave the layer"
         )
     if tensor_parallel.is_dtensor(linear.weight):
         raise ValueError(

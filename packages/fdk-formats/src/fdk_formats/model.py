@@ -229,7 +229,8 @@ def quantise_model(
         # Now that every layer is in memo: a hook may be a method of another module of the copy.
         for owner, mixture in copied:
             mixture.take_over(owner, memo)
-        copied += [(sources[name], memo[id(sources[name])]) for name in formats]
+        layers = [sources[name] for name in formats]
+        copied += [(s, memo[id(s)]) for s in layers if not isinstance(s, ExpertLinear)]
         for source, layer in copied:
             carry_over(copy.deepcopy(carried(source, layer), memo), layer)
         result = copy.deepcopy(model, memo)
@@ -395,7 +396,8 @@ def _replace(
     """Puts a layer in the place of its source, wherever that is registered."""
     if getattr(source, "bias", None) is not None:
         layer.bias = source.bias  # a shared bias stays shared
-    carry_over(carried(source, layer), layer)
+    if not isinstance(source, ExpertLinear):  # made for the work on its owner
+        carry_over(carried(source, layer), layer)
     for parent, attribute in places.get(id(source), ()):
         parent._modules[attribute] = layer
 

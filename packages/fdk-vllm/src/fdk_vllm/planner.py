@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Planner:
             weight, so that transformers without it refuses the checkpoint.
         is_tied: whether head and embedding are one weight.
         model_type: that of config.json.
+        blocks: number of the model's blocks; those after them predict further tokens.
 
     Raises:
         ValueError: see ``Settings.parse``.
@@ -59,7 +61,7 @@ class Planner:
         self.layers: dict[str, StoredLayer] | None = None
         self.stoppers: tuple[str, ...] = ()
         self.is_packed = self.is_tied = False
-        self.model_type = ""
+        self.model_type, self.blocks = "", sys.maxsize
 
     @property
     def importer(self) -> Importer | None:
@@ -99,7 +101,7 @@ class Planner:
                 "weights of fdk"
             )
         if self.settings is not None and not self.is_packed:
-            self.settings.warn_of_unmatched(_names_of(layers))
+            self.settings.warn_of_unmatched(_names_of(self.layers))
         if self.importer is not None and not any(map(self._is_imported, layers.values())):
             raise ValueError(
                 f"{model}: config.json says {self.config['quant_method']}, and its files hold "
@@ -216,10 +218,10 @@ class Planner:
 
     def _plan(self, prefix: str, kind: str, merged: Mapping[str, list[str]]) -> Plan | None:
         names = self._stored_names(prefix, merged)
-        self._check_present(prefix, names)
         sources = [self._source(name, kind) for name in names]
         found = [source for source in sources if source is not None]
         if not found:
+            self._check_present(prefix, names)
             return None
         if len(found) < len(sources):
             only = ", ".join(source.name for source in found)
@@ -257,20 +259,22 @@ class Planner:
         return unquantised_source(name, dtype, wanted)
 
     def _check_present(self, prefix: str, names: Sequence[str]) -> None:
-        """Raises ValueError if the files lack a layer, or experts, that other blocks have.
+        """Raises ValueError if the files hold nothing of a layer, or experts, of other blocks.
 
-        vLLM would compute with whatever is in memory: it looks after 16-bit models only.
+        It would be a 16-bit layer, and vLLM checks for missing weights in 16-bit models only.
 
         Args:
             prefix: name in the engine's model.
             names: names in the checkpoint.
         """
-        known = self.layers or {}
-        for name in (prefix, *names) if not all(name in known for name in names) else ():
+        known, block = self.layers or {}, re.search(r"\.(\d+)\.", prefix)
+        is_draft = block is not None and int(block[1]) >= self.blocks  # names of its own
+        if is_draft or any(f"{key}.".startswith(f"{each}.") for key in known for each in names):
+            return
+        for name in (prefix, *names):
             parts = (r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))
             of_any_block = re.compile(r"\.".join(parts) + r"(\.|$)")
-            like = [key for key in known if of_any_block.match(key)]
-            if like and not any(f"{key}.".startswith(f"{name}.") for key in like):
+            if like := [key for key in known if of_any_block.match(key)]:
                 raise ValueError(
                     f"{name}: the checkpoint's files hold no tensor of it, but some of {like[0]}: "
                     "a file may be missing"

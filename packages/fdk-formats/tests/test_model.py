@@ -623,10 +623,23 @@ def test_a_forward_bound_to_that_of_the_class_is_no_patch():
     assert torch.equal(model(x32), y)
 
 
+def test_modules_with_two_names_are_loaded_as_one(tmp_path):
+    def make():
+        first, experts = nn.Linear(64, 64), mixtral().model.layers[0].mlp
+        return nn.ModuleList([nn.Sequential(first, first), experts, experts])
+
+    model = quantised(make(), "int4-g32")
+    save_model(tmp_path / "m", model)
+    loaded = load_model(tmp_path / "m", make(), backend="reference")
+    assert loaded[0][0] is loaded[0][1]
+    assert loaded[1] is loaded[2]
+    x = torch.ones(1, 3, 64)
+    assert torch.equal(loaded[0](x), model[0](x))
+    assert torch.equal(loaded[2](x), model[2](x))
+
+
 def test_loaded_experts_keep_hooks(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    source = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, **sizes, **heads)).eval()
+    source = mixtral()
     save_model(tmp_path / "m", quantised(source, "int4-g32"))
     calls = []
     source.model.layers[0].mlp.experts.register_forward_hook(lambda *_: calls.append(1))

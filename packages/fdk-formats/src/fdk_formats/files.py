@@ -641,7 +641,7 @@ def load_model(
     memo: dict[int, Any] = {}
     replaced: list[tuple[Any, QuantisedModule]] = []
     check_patches("load_model", model, None, remedy="patch the result")
-    sources = dict(layers_and_projections(model))
+    sources = dict(layers_and_projections(model, remove_duplicate=False))
     experts: dict[int, dict[str, Any]] = {}  # projections made, by id of their module
     for name, q in tensors.items():
         if isinstance(q, Tensor):
@@ -669,7 +669,7 @@ def load_model(
             replaced.append((linear, layer))
         else:
             experts.setdefault(id(linear.owner[0]), {})[linear.name] = layer
-    mixtures = [module for module in sources.values() if id(module) in experts]
+    mixtures = list({id(m): m for m in sources.values() if id(m) in experts}.values())
     memo |= {id(module): experts_like(module, experts[id(module)]) for module in mixtures}
     for module in mixtures:
         memo[id(module)].take_over(module, memo)

@@ -21,7 +21,7 @@ from fdk_formats.atomic_write import atomic_write
 from fdk_formats.experts import ExpertLinear, experts_like, layers_and_projections
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
-from fdk_formats.instance_attributes import carried, carry_over, check_patches
+from fdk_formats.instance_attributes import carry_over, check_patches
 from fdk_formats.layer_kinds import check_source, kind_of, matrix_of, quantised_like
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
@@ -665,17 +665,17 @@ def load_model(
         if owner is not layer and type(owner) is type(layer):
             layer.tie_weight(owner)
         memo[id(linear)] = layer.train(linear.training)
-        if not isinstance(linear, ExpertLinear):
-            replaced.append((linear, layer))
-        else:
+        if isinstance(linear, ExpertLinear):
             experts.setdefault(id(linear.owner[0]), {})[linear.name] = layer
+        else:
+            replaced.append((linear, layer))
     mixtures = list({id(m): m for m in sources.values() if id(m) in experts}.values())
     memo |= {id(module): experts_like(module, experts[id(module)]) for module in mixtures}
     for module in mixtures:
         memo[id(module)].take_over(module, memo)
         replaced.append((module, memo[id(module)]))
     for linear, layer in replaced:
-        carry_over(copy.deepcopy(carried(linear, layer), memo), layer)
+        carry_over(linear, layer, memo)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
     plain = _fill_ties(ties, plain)

@@ -1,5 +1,6 @@
 """Attributes that users set on modules: hooks, patched forwards and others."""
 
+import copy
 import dis
 import functools
 import logging
@@ -35,18 +36,20 @@ CLASS_ATTRIBUTES = ("nf", "nx")
 logger = logging.getLogger(__name__)
 
 
-def carried(source: nn.Module, layer: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a layer that its quantised counterpart gets: hooks and its own."""
-    return {
+def carry_over(source: nn.Module, layer: nn.Module, memo: dict[int, Any] | None = None) -> None:
+    """Gives a quantised layer the hooks of its source, and attributes that users set on it.
+
+    Args:
+        source: the layer that it replaces.
+        layer: its quantised counterpart.
+        memo: of ``copy.deepcopy``, for copies; None to share them.
+    """
+    attributes = {
         name: value
         for name, value in _attributes(source).items()
         if name in HOOKS or (name not in vars(layer) and name not in CLASS_ATTRIBUTES)
     }
-
-
-def carry_over(attributes: Mapping[str, Any], layer: nn.Module) -> None:
-    """Gives a layer attributes of another one."""
-    vars(layer).update(attributes)
+    vars(layer).update(attributes if memo is None else copy.deepcopy(attributes, memo))
     bind_load_hooks(layer)
 
 
@@ -61,7 +64,11 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes without those of torch.compile, which a copy makes again."""
+    """Returns a module's attributes.
+
+    Those of torch.compile are left out, which a copy makes again, and a ``forward`` that is that of
+    the class.
+    """
     left = ["_compiled_call_impl"]
     if "_orig_mod" in module._modules or not is_patched(module):
         left.append("forward")

@@ -24,7 +24,7 @@ from fdk_formats.experts import (
 )
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
-from fdk_formats.instance_attributes import carried, carry_over, check_patches
+from fdk_formats.instance_attributes import carry_over, check_patches
 from fdk_formats.layer_kinds import (
     check_include,
     check_source,
@@ -232,7 +232,7 @@ def quantise_model(
         layers = [sources[name] for name in formats]
         copied += [(s, memo[id(s)]) for s in layers if not isinstance(s, ExpertLinear)]
         for source, layer in copied:
-            carry_over(copy.deepcopy(carried(source, layer), memo), layer)
+            carry_over(source, layer, memo)
         result = copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
@@ -397,7 +397,7 @@ def _replace(
     if getattr(source, "bias", None) is not None:
         layer.bias = source.bias  # a shared bias stays shared
     if not isinstance(source, ExpertLinear):  # made for the work on its owner
-        carry_over(carried(source, layer), layer)
+        carry_over(source, layer)
     for parent, attribute in places.get(id(source), ()):
         parent._modules[attribute] = layer
 

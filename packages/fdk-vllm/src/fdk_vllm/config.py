@@ -83,8 +83,8 @@ class FdkConfig(EngineConfig, QuantizationConfig):
             text_config = hf_config.get_text_config()
             self.planner.is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
             self.planner.model_type = str(getattr(text_config, "model_type", ""))
-            blocks = getattr(text_config, "num_hidden_layers", None)
-            self.planner.blocks = self.planner.blocks if blocks is None else int(blocks)
+            if (blocks := getattr(text_config, "num_hidden_layers", None)) is not None:
+                self.planner.blocks = int(blocks)
             # vLLM keys compiled graphs by the configuration of the model.
             hf_config.quantization_config = self.planner.config
         self.planner.read_checkpoint(model_name, revision)
